@@ -123,7 +123,6 @@ pub(crate) struct PartitionView {
     log_end: Option<i64>,
     lag: Option<u64>,
     handed_out: usize,
-    delayed: usize,
     waits_for: Option<BlockerView>,
 }
 
@@ -255,7 +254,6 @@ impl PartitionView {
                 holder: match blocked_by {
                     BlockedBy::Queue => "queue",
                     BlockedBy::Consumer => "consumer",
-                    BlockedBy::Delay { .. } => "delay",
                     _ => "unknown",
                 },
             },
@@ -267,7 +265,6 @@ impl PartitionView {
             log_end: status.log_end,
             lag: status.lag,
             handed_out: status.handed_out,
-            delayed: status.delayed,
             waits_for,
         }
     }

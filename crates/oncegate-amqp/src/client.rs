@@ -41,7 +41,6 @@
 //!   *Upstream:* nothing to report: rabbitmq/rabbitmq-server#15387 introduced the distinction. *Test:*
 //!   `releases::closing_rejects_failed_deliveries_and_nacks_the_others`. Stays.
 
-pub(crate) mod alarm_probe;
 pub(crate) mod backoff;
 pub(crate) mod close_delay;
 pub(crate) mod confirm_timeout;

@@ -15,10 +15,9 @@
 //! - It publishes dead letters, in-doubt messages and long delays on a second connection, with
 //!   publisher confirms, and acknowledges the original after the confirm. After a crash in between
 //!   both messages exist.
-//! - A released delivery waits in memory for up to five seconds; a longer delay uses a delay queue.
-//!   A delayed delivery because of which hundreds of later ones cannot be acknowledged together moves
-//!   to a delay queue, too. If the connection is lost, deliveries that wait in memory are redelivered
-//!   at once.
+//! - A delivery waits for its next attempt in the consumer for up to five seconds; a longer delay uses
+//!   a delay queue. If the connection is lost, deliveries that wait in the consumer are redelivered at
+//!   once.
 #![forbid(unsafe_code)]
 
 // `source` implements core's `Source`. The decisions are in `protocol`: which delivery is acknowledged

@@ -10,7 +10,6 @@ pub(crate) mod ack_ledger;
 pub(crate) mod channel_deliveries;
 pub(crate) mod close_mode;
 pub(crate) mod confirm_window;
-pub(crate) mod delay_buffer;
 pub(crate) mod incoming;
 pub(crate) mod message_copy;
 pub(crate) mod queue_settings;

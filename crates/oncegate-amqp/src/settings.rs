@@ -55,12 +55,12 @@ pub enum Topology {
     /// without a dead-letter exchange. Any other existing queue is used as it is, with a warning.
     #[default]
     Declare,
-    /// Creates nothing; a missing queue, dead-letter queue or in-doubt queue is an error. Released
-    /// deliveries wait in memory, unacknowledged, at most half of the broker's consumer timeout
+    /// Creates nothing; a missing queue, dead-letter queue or in-doubt queue is an error. Failed
+    /// messages wait in the consumer, unacknowledged, at most half of the broker's consumer timeout
     /// (30 minutes by default). For queues that you declare yourself: their arguments are not
     /// checked, and messages that they lose are lost.
     Check,
-    /// Creates and checks nothing. Released deliveries wait as with [`Topology::Check`].
+    /// Creates and checks nothing. Failed messages wait as with [`Topology::Check`].
     Trust,
 }
 
@@ -194,8 +194,8 @@ impl RabbitMq {
     /// be unacknowledged before the broker closes the channel.
     ///
     /// When a delivery has been unsettled for nine tenths of it, the source logs a warning and
-    /// closes the channel itself; its unacknowledged messages are redelivered. A release waits in
-    /// memory for at most half of it.
+    /// closes the channel itself; its unacknowledged messages are redelivered. A failed message
+    /// waits in the consumer for at most half of it.
     pub fn consumer_timeout(mut self, timeout: Duration) -> Self {
         self.consumer_timeout = timeout;
         self
@@ -215,7 +215,7 @@ impl RabbitMq {
 
     /// Declares the queue with `x-single-active-consumer`: one consumer of a fleet receives messages,
     /// and another one takes over when it ends. With `Order::ByKey` the order then holds across the
-    /// fleet; released deliveries therefore wait in memory, whatever their delay. An existing queue
+    /// fleet; failed messages therefore wait in the consumer, whatever their delay. An existing queue
     /// without the argument is an error.
     pub fn single_active_consumer(mut self) -> Self {
         self.consumers = ConsumerMode::SingleActive;
@@ -417,6 +417,8 @@ fn redact(url: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use oncegate_core::source::{Order, RetryDelays};
+
     use super::*;
 
     #[test]
@@ -513,6 +515,29 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn waiting_deliveries_leave_half_of_the_prefetch_and_half_of_the_consumer_timeout() {
+        let timeout = Duration::from_secs(1800);
+        let delays = |change: fn(RabbitMq) -> RabbitMq, order| {
+            let mut options = ConnectOptions::default();
+            options.order = order;
+            let source = RabbitMq::queue("q").prefetch(9).consumer_timeout(timeout);
+            let settings = change(source).with_options(options).check();
+            settings.expect("settings").retry_delays()
+        };
+        let in_source = |above| RetryDelays::InSource { above, max_kept: 4 };
+        let in_consumer = RetryDelays::InConsumer {
+            longest: timeout / 2,
+        };
+        let five_seconds = Duration::from_secs(5);
+        assert_eq!(delays(|source| source, None), in_source(five_seconds));
+        let short = delays(|it| it.consumer_timeout(Duration::from_secs(4)), None);
+        assert_eq!(short, in_source(Duration::from_secs(2)));
+        assert_eq!(delays(|it| it, Some(Order::ByKey)), in_consumer);
+        assert_eq!(delays(|it| it.topology(Topology::Trust), None), in_consumer);
+        assert_eq!(delays(RabbitMq::single_active_consumer, None), in_consumer);
     }
 
     #[test]

@@ -138,6 +138,7 @@ impl Source for RabbitMqSource {
     fn properties(&self) -> SourceProperties {
         let mut properties = SourceProperties::default();
         properties.max_store_batch = self.max_store_batch;
+        properties.retry_delays = self.context.retry_delays();
         properties
     }
 }

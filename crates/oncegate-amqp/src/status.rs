@@ -204,11 +204,6 @@ impl SourceMetrics {
         self.blocked.set(1);
     }
 
-    /// Whether the broker blocks publishing: `connection.blocked` without `connection.unblocked`.
-    pub(crate) fn is_publishing_blocked(&self) -> bool {
-        self.status.0.blocked().since.is_some()
-    }
-
     /// The broker no longer blocks publishing, or the publishing connection is closed.
     pub(crate) fn unblocked(&self) {
         let mut blocked = self.status.0.blocked();

@@ -230,7 +230,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     number(
         "gate.max-queued",
-        "maximum deliveries queued behind others of their key or partition; 10000 by default",
+        "maximum deliveries that wait for a retry, or behind others of their key or partition; 10000 by default",
     ),
     number(
         "gate.max-queued-bytes",

@@ -254,10 +254,10 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// The maximum number of deliveries that are queued behind another of their key or partition,
-    /// at least 1; they are not in flight. A failed delivery with an ordering key is queued, too,
-    /// until its backoff ends. At the limit nothing is received, so other keys wait, too. Default:
-    /// 10,000.
+    /// The maximum number of queued deliveries, at least 1: those that wait for their next attempt,
+    /// after a failure or for another holder of their id, or behind another of their key or
+    /// partition. They are not in flight. At the limit nothing is received until one of them
+    /// proceeds; a source with delay queues takes back what has no order. Default: 10,000.
     pub fn max_queued(mut self, count: usize) -> Self {
         self.settings.max_queued = count;
         self

@@ -18,18 +18,7 @@ pub struct LifecycleDriver {
     /// The attempts that the store granted to this claim, or the last attempt of an id that was
     /// rejected before; number 0 until the claim is answered.
     pub attempts: Attempts,
-    on_release: OnRelease,
     draining: bool,
-}
-
-/// What happens to a delivery that is released for a retry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum OnRelease {
-    /// It is returned to its source.
-    ReturnToSource,
-    /// It keeps its place in the queue of its ordering key, so that no other delivery of that key
-    /// overtakes it.
-    KeepPlace,
 }
 
 /// What the owner of a delivery does next.
@@ -53,15 +42,15 @@ pub enum DriverCommand {
     Wake(Duration),
     /// Reports [`Event::Arrived`] when the message may run in isolation.
     AwaitIsolation,
-    /// Holds the delivery, unclaimed, for about this long, then calls [`LifecycleDriver::restart`] and
-    /// reports [`Event::Arrived`].
-    Hold {
+    /// Lets the delivery wait, unclaimed, for about this long, then calls [`LifecycleDriver::restart`]
+    /// and reports [`Event::Arrived`]; or releases it to a source that executes the delay.
+    Retry {
         /// How long.
         after: Duration,
         /// How many attempts have failed by now.
         failures: u32,
     },
-    /// Passes this settlement to the source.
+    /// Passes this settlement to the source. It is a release only if the delivery drains.
     Settle(Settlement),
     /// Drops the delivery without settling it. The broker redelivers it; it can be claimed again when
     /// its lease has ended.
@@ -73,12 +62,11 @@ pub enum DriverCommand {
 impl LifecycleDriver {
     /// A delivery that was just received.
     #[inline]
-    pub fn new(history: History, on_release: OnRelease) -> Self {
+    pub fn new(history: History) -> Self {
         Self {
             stage: Stage::New(history),
             token: Token(0),
             attempts: Attempts::new(0),
-            on_release,
             draining: false,
         }
     }
@@ -100,7 +88,7 @@ impl LifecycleDriver {
         self.draining = true;
     }
 
-    /// Resets a held delivery to the stage of one that was just received. Its next claim has a new
+    /// Resets a delivery that waits for a retry to the stage of one that was just received. Its next claim has a new
     /// token.
     pub fn restart(&mut self, history: History) {
         self.stage = Stage::New(history);
@@ -209,10 +197,8 @@ impl LifecycleDriver {
             Action::Reconcile => DriverCommand::Reconcile,
             Action::Wake(after) => DriverCommand::Wake(after),
             Action::AwaitIsolation => DriverCommand::AwaitIsolation,
-            Action::Settle(Settlement::Release { after, failures })
-                if self.on_release == OnRelease::KeepPlace && !self.is_draining() =>
-            {
-                DriverCommand::Hold { after, failures }
+            Action::Settle(Settlement::Release { after, failures }) if !self.draining => {
+                DriverCommand::Retry { after, failures }
             }
             Action::Settle(settlement) => DriverCommand::Settle(settlement),
             Action::Wait => DriverCommand::Nothing,
@@ -251,7 +237,7 @@ mod tests {
         let mut compared = 0;
         for seed in 0..300 {
             let mut random = fastrand::Rng::with_seed(seed);
-            let mut driver = LifecycleDriver::new(history, OnRelease::ReturnToSource);
+            let mut driver = LifecycleDriver::new(history);
             for _ in 0..20 {
                 let event = events[random.usize(..events.len())];
                 if random.u8(..20) == 0 {

@@ -50,7 +50,7 @@ use crate::readiness::{NotReadyOnDrop, ReadinessState};
 use crate::run::Runner;
 use crate::settings::Settings;
 use crate::slots::Slot;
-use crate::source::{Incoming, Settled, Source};
+use crate::source::{Incoming, QueueLevel, Settled, Source};
 use crate::store::Store;
 
 /// One running consumer: its parts, and what passes between them.
@@ -68,6 +68,8 @@ pub(crate) struct Engine {
     settings: Settings,
     policy: Policy,
     longest_hold: Duration,
+    /// The level that the source was told last.
+    queue_level: QueueLevel,
 
     clock: Clock,
     tokens: Tokens,
@@ -108,10 +110,9 @@ impl Engine {
         settings: Settings,
     ) -> Result<Self, Error> {
         let properties = source.properties();
-        let order = settings.order.unwrap_or(properties.default_order);
         Ok(Self {
             source,
-            intake: Intake::new(&settings, order),
+            intake: Intake::new(&settings, properties),
             leases: Leases::start(store.clone(), &settings)?,
             batcher: StoreBatcher::new(store, properties),
             executor: Executor::new(runner, &settings),
@@ -122,6 +123,7 @@ impl Engine {
             policy: settings.policy(),
             longest_hold: settings.longest_hold(),
             settings,
+            queue_level: QueueLevel::Low,
             clock: Clock::now(),
             tokens: Tokens::default(),
             follow_ups: VecDeque::new(),
@@ -230,8 +232,12 @@ impl Engine {
         }
     }
 
-    /// Updates readiness, metrics and status.
+    /// Updates readiness, metrics and status, and the source's view of the queue.
     fn report(&mut self) {
+        let level = self.intake.queue_level();
+        if std::mem::replace(&mut self.queue_level, level) != level {
+            self.source.queue_level(level);
+        }
         let is_open = self.batcher.breaker.next_try_at().is_some();
         self.settings
             .readiness

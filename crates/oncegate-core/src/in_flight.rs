@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::context::SharedDelivery;
-use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
+use crate::driver::{DriverCommand, LifecycleDriver};
 use crate::id::MessageId;
 use crate::lifecycle::{DoubtCause, Event, History, Policy, Reason, Settlement, Stage};
 use crate::marker::Token;
@@ -24,16 +24,11 @@ pub struct InFlight {
 impl InFlight {
     /// A delivery that was just received, whose message is in `shared`.
     #[inline(always)]
-    pub(crate) fn new(
-        shared: Arc<SharedDelivery>,
-        receipt: Receipt,
-        history: History,
-        on_release: OnRelease,
-    ) -> Self {
+    pub(crate) fn new(shared: Arc<SharedDelivery>, receipt: Receipt, history: History) -> Self {
         Self {
             shared,
             receipt,
-            driver: LifecycleDriver::new(history, on_release),
+            driver: LifecycleDriver::new(history),
             failure_history: None,
         }
     }
@@ -163,6 +158,13 @@ impl InFlight {
         self.driver.restart(history);
     }
 
+    /// Copies its message out of the memory that it may share with others: see [`Message::detach`].
+    pub(crate) fn detach_message(&mut self) {
+        if let Some(message) = &mut self.shared_mut().message {
+            message.detach();
+        }
+    }
+
     /// Updates the history of failures, which a dead letter carries in its headers.
     pub fn update_failures(&mut self, write: impl FnOnce(&mut FailureHistory)) {
         write(self.failure_history.get_or_insert_default());
@@ -226,7 +228,7 @@ mod tests {
                 failures: 0,
                 freshness: Freshness::Fresh,
             };
-            let mut in_flight = InFlight::new(shared, receipt, history, OnRelease::ReturnToSource);
+            let mut in_flight = InFlight::new(shared, receipt, history);
             let settlement = [
                 Event::Arrived,
                 Event::Answer(Verdict::Granted(Attempts::new(number))),
@@ -237,7 +239,7 @@ mod tests {
                 |event| match in_flight.handle(*event, &policy, |_| Token(1)) {
                     DriverCommand::Settle(settlement) => Some(settlement),
                     command => {
-                        assert!(!matches!(command, DriverCommand::Hold { .. }));
+                        assert!(!matches!(command, DriverCommand::Retry { .. }));
                         None
                     }
                 },

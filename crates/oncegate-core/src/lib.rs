@@ -71,8 +71,8 @@ pub use settings::{Execution, Fingerprints};
 pub use shadow::{Shadow, ShadowOutcome, ShadowReport};
 pub use shutdown::shutdown_signal;
 pub use source::{
-    Connect, ConnectOptions, Delivery, FailureHistory, Incoming, Limit, Order, Receipt, Settled,
-    Source, SourceError, SourceProperties,
+    Connect, ConnectOptions, Delivery, FailureHistory, Incoming, Limit, Order, QueueLevel, Receipt,
+    RetryDelays, Settled, Source, SourceError, SourceProperties,
 };
 pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, InFlightDelivery};
 pub use store::{ListedKey, MarkerWithExpiry, Persistence, Store, StoreError};

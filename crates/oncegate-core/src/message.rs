@@ -54,6 +54,15 @@ impl Message {
         self
     }
 
+    /// Copies key, headers and body, so that keeping the message does not keep the memory of its whole
+    /// batch.
+    pub fn detach(&mut self) {
+        let copy = |bytes: &mut Bytes| *bytes = Bytes::copy_from_slice(bytes);
+        self.key.iter_mut().for_each(copy);
+        copy(&mut self.headers.0);
+        copy(&mut self.body);
+    }
+
     /// The number of bytes that this message holds in memory: body, key and headers.
     pub fn size(&self) -> usize {
         self.body.len() + self.key.as_ref().map_or(0, Bytes::len) + self.headers.0.len()

@@ -40,7 +40,7 @@ outcomes!(
     reconciled_did_not_happen: "reconcile found that an effect in doubt had not happened",
     marker_lost: "when the id was recorded as done, the store had lost its claim: another attempt may have run at the same time",
     completed: "settled: handled, and recorded as done",
-    released: "settled: returned to the source, to be redelivered",
+    released: "to be tried again: waits for that in the consumer, or is returned to the source",
     rejected: "settled: passed to the source, to be published to the dead letters",
     in_doubt: "settled: passed to the source, to be published to the in-doubt destination for an operator",
     passed_without_gate: "handled without the gate while the store was unavailable (Outage::PassThrough)",

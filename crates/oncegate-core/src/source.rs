@@ -13,9 +13,10 @@ use crate::store::BoxError;
 ///
 /// # The contract
 /// - A message is redelivered until it is settled, also after the source ends.
-/// - `Accept`: the message is not redelivered. `Release`: it is redelivered after the delay at the
-///   earliest, with [`Delivery::failures`] set as requested. `Reject`: it is published to the
-///   dead-letter or in-doubt destination, and settled after the broker has confirmed that.
+/// - `Accept`: the message is not redelivered. `Release`: it is redelivered; with
+///   [`RetryDelays::InSource`] after the delay at the earliest, and with [`Delivery::failures`] set
+///   as requested unless the source is closed before. `Reject`: it is published to the dead-letter
+///   or in-doubt destination, and settled after the broker has confirmed that.
 /// - The source reconnects with backoff, and logs it. It returns an error only for what an operator
 ///   has to change.
 #[async_trait]
@@ -33,7 +34,7 @@ pub trait Source: Send {
     /// Takes settlements, in any order, and returns at once, leaving `settled` empty.
     ///
     /// The source settles in the background: it commits the lowest unsettled offset (Kafka) or
-    /// acknowledges (AMQP), delays released messages, publishes dead letters and waits for their
+    /// acknowledges (AMQP), redelivers released messages, publishes dead letters and waits for their
     /// confirmation.
     ///
     /// # Errors
@@ -48,6 +49,13 @@ pub trait Source: Send {
     /// # Errors
     /// Settlements that could not be completed; their messages will be redelivered.
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError>;
+
+    /// The consumer's queue has reached another level. At [`QueueLevel::High`] a source with several
+    /// partitions returns nothing of one that has more than its share of unsettled deliveries, so that
+    /// the retries of one do not stop the others.
+    fn queue_level(&mut self, level: QueueLevel) {
+        let _ = level;
+    }
 
     /// The topic or queue to which a message of this origin is rejected for this reason, for the
     /// log; `None` if it has no name.
@@ -73,6 +81,41 @@ pub struct SourceProperties {
     pub max_store_batch: usize,
     /// Whether batches to a slow store may overlap. Default: no. Kafka: yes.
     pub overlapping_batches: bool,
+    /// Where deliveries wait for their next attempt. Default: in the consumer, without a limit of time.
+    /// RabbitMQ: in delay queues if they wait for longer than five seconds.
+    pub retry_delays: RetryDelays,
+}
+
+/// How full the consumer's queue is, in which deliveries wait for their next attempt or for others
+/// of their key.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum QueueLevel {
+    /// Less than half of `max_queued` and of `max_queued_bytes`.
+    #[default]
+    Low,
+    /// At least half of one of them. At the whole of it, the consumer receives nothing.
+    High,
+}
+
+/// Where a delivery waits after a failed attempt, or for another holder of its id.
+///
+/// In the consumer it counts towards `max_queued`. A source whose broker limits unsettled deliveries
+/// by number or time takes them back. A delivery with an ordering key always waits in the consumer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RetryDelays {
+    /// In the consumer. The source redelivers what is released at once.
+    InConsumer {
+        /// The maximum; longer delays are shortened.
+        longest: Duration,
+    },
+    /// In the source, to which the consumer releases the delivery.
+    InSource {
+        /// Up to this delay, the delivery waits in the consumer.
+        above: Duration,
+        /// If this many deliveries are queued in the consumer, or `max_queued` is reached, the source
+        /// takes shorter delays, too.
+        max_kept: usize,
+    },
 }
 
 impl Default for SourceProperties {
@@ -81,6 +124,9 @@ impl Default for SourceProperties {
             default_order: Order::Unordered,
             max_store_batch: 256,
             overlapping_batches: false,
+            retry_delays: RetryDelays::InConsumer {
+                longest: Duration::MAX,
+            },
         }
     }
 }

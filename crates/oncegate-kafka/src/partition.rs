@@ -107,8 +107,8 @@ pub(crate) enum PartitionAction {
     Withdraw,
     /// Seek to this offset.
     Seek(i64),
-    /// Keep the delivery until its delay is over.
-    Hold,
+    /// Hand the delivery out again.
+    Redeliver,
     /// Count these expired messages.
     CountExpired(Vec<ExpiredGap>),
     /// Log that messages may have expired.
@@ -255,7 +255,7 @@ impl Partition {
             (_, E::HandedOut) => self.count_handed_out(1, A::Nothing),
             (_, E::Settled(offset)) => self.settle(offset),
             (S::Revoking, E::Released) => self.count_handed_out(-1, A::Nothing),
-            (_, E::Released) => self.count_handed_out(-1, A::Hold),
+            (_, E::Released) => self.count_handed_out(-1, A::Redeliver),
 
             (_, E::CommitDue(now)) => self.commit(now),
             (_, E::CommitFailed { retry_at }) => {

@@ -1,5 +1,5 @@
 //! The state that the polling thread and the consumer share: assigned partitions, records that were
-//! read, deliveries that were handed out, and released ones.
+//! read, deliveries that were handed out, and rejected ones.
 //!
 //! All state is behind one lock, without atomics or cells, so no thread sees half of a change. Only
 //! the order of calls varies: `model_tests` draws random orders, and `shuttle_tests` runs the threads
@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use oncegate_core::source::QueueLevel;
 use oncegate_core::{Delivery, Incoming, Limit, Receipt, SourceError};
 use tokio::sync::Notify;
 
@@ -21,15 +22,14 @@ use crate::partition::{
 mod capacity;
 mod client_health;
 mod deliveries;
-mod held_messages;
 mod lock;
 mod offset_gaps;
 mod settlement;
 mod status;
+mod unconfirmed;
 
 pub(crate) use client_health::{ClientHealth, ReadProgress};
 use deliveries::DeliveryBuffer;
-pub(crate) use deliveries::detached;
 use lock::{StateLock, StdLock};
 use offset_gaps::GapLog;
 pub(crate) use settlement::{RejectedDelivery, count_if_stale};
@@ -69,6 +69,8 @@ pub(crate) struct SourceState {
     /// Assignment epochs whose revocation is to be reported to the consumer.
     revoked: Vec<u64>,
     deliveries: DeliveryBuffer,
+    /// How full the consumer's queue is.
+    queue_level: QueueLevel,
     pub(crate) client: ClientHealth,
     phase: SourcePhase,
     /// The error that ends the source.
@@ -168,6 +170,12 @@ impl<M: StateLock> SharedState<M> {
         self.wake_consumer();
     }
 
+    /// The consumer's queue has reached this level.
+    pub(crate) fn set_queue_level(&self, level: QueueLevel) {
+        self.lock().queue_level = level;
+        self.wake_poller();
+    }
+
     /// Ends the source with an error. The first error is kept.
     pub(crate) fn fail(&self, error: SourceError) {
         self.lock().error.get_or_insert(error);
@@ -248,13 +256,7 @@ impl SourceState {
 
     /// How many dead letters are not confirmed yet.
     pub(crate) fn publishing(&self) -> usize {
-        self.deliveries.publishing()
-    }
-
-    /// When the next release is due.
-    pub(crate) fn next_due(&self) -> Option<Instant> {
-        let due = self.deliveries.next_due();
-        due.filter(|_| self.phase == SourcePhase::Running)
+        self.deliveries.unconfirmed.total().count
     }
 
     /// A partition was assigned to this member. An earlier assignment of it ends.
@@ -379,8 +381,8 @@ impl SourceState {
         restarted
     }
 
-    /// Hands out revocations, due releases and records within the limit; a limit of 0 returns
-    /// revocations only. Deliveries with a body larger than `body_limit` go to `oversize`, to be
+    /// Hands out revocations, releases and records within the limit, but none of
+    /// [crowded](Self::crowded) assignments; a limit of 0 returns revocations only. Deliveries with a body larger than `body_limit` go to `oversize`, to be
     /// rejected.
     pub(crate) fn hand_out(
         &mut self,
@@ -393,7 +395,9 @@ impl SourceState {
         if self.phase != SourcePhase::Running {
             return;
         }
-        let (now, mut bytes) = (Instant::now(), 0_usize);
+        let mut bytes = 0_usize;
+        let held_back = self.crowded();
+        self.deliveries.hold_back_only(&held_back);
         for count in 0..limit.count {
             // The first delivery may exceed the limit.
             let max_bytes = if count == 0 {
@@ -401,13 +405,13 @@ impl SourceState {
             } else {
                 limit.bytes.saturating_sub(bytes)
             };
-            let Some(delivery) = self.deliveries.take_next(now, max_bytes) else {
+            let Some(delivery) = self.deliveries.take_next(max_bytes, &held_back) else {
                 break;
             };
             bytes += delivery.message.size();
             self.apply_to(delivery.receipt.epoch, PartitionEvent::HandedOut);
             if delivery.message.body.len() > body_limit {
-                self.deliveries.start_publishing(&delivery);
+                self.deliveries.unconfirmed.add(&delivery);
                 oversize.push(delivery);
             } else {
                 into.push(Incoming::Delivery(delivery));
@@ -426,14 +430,14 @@ impl SourceState {
         true
     }
 
-    /// Takes a delivery back to hand it out again after a delay, unless its partition is being
-    /// revoked. False if its assignment has ended.
-    pub(crate) fn release(&mut self, delivery: Delivery, after: Duration) -> bool {
+    /// Takes a delivery back to hand it out again, unless its partition is being revoked. False if its
+    /// assignment has ended.
+    pub(crate) fn release(&mut self, delivery: Delivery) -> bool {
         let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else {
             return false;
         };
-        if assigned.partition.apply(PartitionEvent::Released) == PartitionAction::Hold {
-            self.deliveries.hold(delivery, after);
+        if assigned.partition.apply(PartitionEvent::Released) == PartitionAction::Redeliver {
+            self.deliveries.push(delivery);
         }
         true
     }
@@ -442,14 +446,14 @@ impl SourceState {
     pub(crate) fn reject(&mut self, delivery: &Delivery) -> bool {
         let is_assigned = self.assigned.contains_key(&delivery.receipt.epoch);
         if is_assigned {
-            self.deliveries.start_publishing(delivery);
+            self.deliveries.unconfirmed.add(delivery);
         }
         is_assigned
     }
 
     /// Settles a delivery whose dead letter is confirmed. False if its assignment has ended.
     pub(crate) fn published(&mut self, delivery: &Delivery) -> bool {
-        self.deliveries.end_publishing(delivery);
+        self.deliveries.unconfirmed.remove(delivery);
         self.accept(&delivery.receipt)
     }
 

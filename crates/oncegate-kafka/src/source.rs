@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncegate_core::lifecycle::Reason;
-use oncegate_core::source::{Connect, ConnectOptions, SourceProperties};
+use oncegate_core::source::{Connect, ConnectOptions, QueueLevel, SourceProperties};
 use oncegate_core::{
     Delivery, IdSource, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
 };
@@ -104,12 +104,8 @@ fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), S
 
 impl KafkaSource {
     /// Takes the deliveries that are ready, without waiting. Returns those with a body above the
-    /// limit, and when the next release is due.
-    fn take(
-        &self,
-        limit: Limit,
-        into: &mut Vec<Incoming>,
-    ) -> Result<(Vec<Delivery>, Option<Instant>), SourceError> {
+    /// limit.
+    fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<Vec<Delivery>, SourceError> {
         let mut state = self.shared.lock();
         if let Some(error) = state.take_error() {
             return Err(error);
@@ -122,9 +118,7 @@ impl KafkaSource {
         }
         let mut oversize = Vec::new();
         state.hand_out(limit, self.body_limit, into, &mut oversize);
-        // With a limit of 0 the caller waits for revocations only.
-        let next_due = state.next_due().filter(|_| limit.count > 0);
-        Ok((oversize, next_due))
+        Ok(oversize)
     }
 
     fn publish_oversize(&self, delivery: Delivery) {
@@ -195,7 +189,7 @@ impl Source for KafkaSource {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         let before = into.len();
         loop {
-            let (oversize, next_due) = self.take(limit, into)?;
+            let oversize = self.take(limit, into)?;
             let has_oversize = !oversize.is_empty();
             for delivery in oversize {
                 self.publish_oversize(delivery);
@@ -204,13 +198,9 @@ impl Source for KafkaSource {
                 self.shared.wake_poller();
                 return Ok(());
             }
-            let wakeup = self.shared.wait_for_wakeup();
-            match next_due {
-                // Deliveries behind the rejected ones may be ready.
-                _ if has_oversize => {}
-                // Timeout or not, the next iteration takes the ready deliveries.
-                Some(due) => drop(tokio::time::timeout_at(due.into(), wakeup).await),
-                None => wakeup.await,
+            // Deliveries behind rejected ones may be ready.
+            if !has_oversize {
+                self.shared.wait_for_wakeup().await;
             }
         }
     }
@@ -220,6 +210,10 @@ impl Source for KafkaSource {
             self.publish(rejected);
         }
         Ok(())
+    }
+
+    fn queue_level(&mut self, level: QueueLevel) {
+        self.shared.set_queue_level(level);
     }
 
     fn destination(&self, origin: &Origin, reason: &Reason) -> Option<String> {

@@ -84,8 +84,6 @@ pub struct PartitionStatus {
     pub lag: Option<u64>,
     /// Deliveries that the consumer has not settled yet.
     pub handed_out: usize,
-    /// Deliveries that were released and wait for their delay.
-    pub delayed: usize,
     /// The message that blocks commits; `None` if everything that was read is settled.
     pub blocker: Option<Blocker>,
 }
@@ -109,14 +107,9 @@ pub struct Blocker {
 pub enum BlockedBy {
     /// It was read, and the consumer has not taken it yet.
     Queue,
-    /// The consumer has it: it waits for its key, its claim or its handler, or its dead letter is
-    /// not confirmed yet.
+    /// The consumer has it: it waits for its key, its claim, its handler or its next attempt, or its
+    /// dead letter is not confirmed yet.
     Consumer,
-    /// It was released, and waits for its delay.
-    Delay {
-        /// How many attempts have failed.
-        failures: u32,
-    },
 }
 
 /// One line: `payments/3: committable 1042, lag 17, blocked by 1042 for 12s (Consumer)`.

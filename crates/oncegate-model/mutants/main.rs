@@ -11,10 +11,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use oncegate_core::Outage;
-use oncegate_core::driver::OnRelease;
 use oncegate_core::marker::Guarantee::{self, AtMostOnce, EffectivelyOnce};
 use oncegate_model::state::Budget;
-use oncegate_model::{Line, RecoveryOrder, Rules, Setup, explore, head};
+use oncegate_model::{Line, RecoveryOrder, RetriesWait, Rules, Setup, explore, head};
 
 /// One broken rule, and the property that it must violate.
 struct Mutant {
@@ -65,8 +64,8 @@ fn mutants() -> Vec<Mutant> {
         redeliveries: 1,
         ..NONE
     };
-    let in_order = Setup {
-        on_release: OnRelease::KeepPlace,
+    let in_consumer = Setup {
+        retries: RetriesWait::InConsumer,
         ..both(
             AtMostOnce,
             Budget {
@@ -86,7 +85,7 @@ fn mutants() -> Vec<Mutant> {
     add(
         "one token for all claims of a delivery",
         same_token,
-        in_order,
+        in_consumer,
         "concurrent handlers",
     );
     let late = Budget {

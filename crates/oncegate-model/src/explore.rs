@@ -3,11 +3,10 @@
 use std::time::Instant;
 
 use oncegate_core::Outage;
-use oncegate_core::driver::OnRelease;
 use oncegate_core::marker::Guarantee;
 use stateright::{Checker, Model};
 
-use crate::system::{Rules, Setup, SystemModel};
+use crate::system::{RetriesWait, Rules, Setup, SystemModel};
 use crate::trace;
 
 /// The expected result of a line.
@@ -120,8 +119,8 @@ fn fault_budget(setup: &Setup) -> String {
             "; tool effectively once"
         };
     }
-    if setup.on_release == OnRelease::KeepPlace {
-        text += "; in order";
+    if setup.retries == RetriesWait::InConsumer {
+        text += "; retries in the consumer";
     }
     if setup.outage == Outage::PassThrough {
         text += "; passing through";

@@ -18,4 +18,4 @@ mod system;
 mod trace;
 
 pub use explore::{Expected, Line, explore, head};
-pub use system::{RecoveryOrder, Rules, Setup, SystemModel};
+pub use system::{RecoveryOrder, RetriesWait, Rules, Setup, SystemModel};

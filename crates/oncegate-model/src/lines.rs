@@ -2,13 +2,12 @@
 //! of the bare gate and of a store that loses data.
 
 use oncegate_core::Outage;
-use oncegate_core::driver::OnRelease;
 use oncegate_core::marker::Guarantee::{AtMostOnce, Bare, EffectivelyOnce};
 
 use crate::explore::Line;
 use crate::properties::{DOUBLED, LOST, START_AFTER_DONE};
 use crate::state::Budget;
-use crate::system::Setup;
+use crate::system::{RetriesWait, Setup};
 
 /// How large the fault budgets of the table are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,7 +147,7 @@ fn lines_of_each_guarantee(depth: Depth) -> Vec<Line> {
             drains: 2,
             ..NONE
         })));
-        let in_order = Budget {
+        let in_consumer = Budget {
             lost_replies: 1,
             expiries: 1,
             failures: 1,
@@ -157,8 +156,8 @@ fn lines_of_each_guarantee(depth: Depth) -> Vec<Line> {
             ..NONE
         };
         lines.push(Line::holds(Setup {
-            on_release: OnRelease::KeepPlace,
-            ..setup(in_order)
+            retries: RetriesWait::InConsumer,
+            ..setup(in_consumer)
         }));
         if depth == Depth::Deep {
             let all_faults = Budget {

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use oncegate_core::driver::{DriverCommand, LifecycleDriver, OnRelease};
+use oncegate_core::driver::{DriverCommand, LifecycleDriver};
 use oncegate_core::lifecycle::{
     self, Action, Event, Freshness, History, Outage, Policy, Reason, Settlement, Stage,
 };
@@ -68,20 +68,29 @@ pub struct Setup {
     pub budget: Budget,
     /// `max_attempts` of a message.
     pub attempts: u32,
-    /// Whether failed deliveries keep their position in the order.
-    pub on_release: OnRelease,
+    /// Where deliveries wait for their next attempt.
+    pub retries: RetriesWait,
     /// What consumers do while the store is unavailable.
     pub outage: Outage,
 }
 
+/// Where a delivery waits for its next attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RetriesWait {
+    /// In its source, which delivers it again to any consumer.
+    InSource,
+    /// In its consumer.
+    InConsumer,
+}
+
 impl Setup {
-    /// Both consumers with these guarantees, three attempts, unordered, no pass-through.
+    /// Both consumers with these guarantees, three attempts, retries in the source, no pass-through.
     pub fn of(guarantees: [Guarantee; 2], budget: Budget) -> Self {
         Self {
             guarantees,
             budget,
             attempts: 3,
-            on_release: OnRelease::ReturnToSource,
+            retries: RetriesWait::InSource,
             outage: Outage::Hold,
         }
     }
@@ -295,7 +304,7 @@ impl SystemModel {
             failures: message.failures,
             freshness: Freshness::Fresh,
         };
-        let driver = LifecycleDriver::new(history, self.setup.on_release);
+        let driver = LifecycleDriver::new(history);
         let delivery = ModelDelivery {
             message,
             receipt: ModelReceipt::Valid,
@@ -370,7 +379,13 @@ impl SystemModel {
             DriverCommand::Run => self.start(state, consumer_index),
             DriverCommand::AwaitIsolation => delivery.lease = LeaseState::None,
             DriverCommand::Reconcile | DriverCommand::Wake(_) | DriverCommand::Nothing => {}
-            DriverCommand::Hold { failures, .. } => {
+            DriverCommand::Retry { after, failures }
+                if self.setup.retries == RetriesWait::InSource =>
+            {
+                let release = Settlement::Release { after, failures };
+                self.settle(state, consumer_index, release);
+            }
+            DriverCommand::Retry { failures, .. } => {
                 delivery.lease = LeaseState::None;
                 delivery.driver.restart(History {
                     failures,

@@ -26,8 +26,8 @@ pub use oncegate_core::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
 pub use oncegate_core::{Headers, HeadersBuilder, Key, Message, MessageId, Origin, Position};
 // What sources and stores implement.
 pub use oncegate_core::{
-    Connect, ConnectOptions, Delivery, FailureHistory, Incoming, Limit, Persistence, Receipt,
-    Settled, Source, SourceError, SourceProperties, Store, StoreError,
+    Connect, ConnectOptions, Delivery, FailureHistory, Incoming, Limit, Persistence, QueueLevel,
+    Receipt, RetryDelays, Settled, Source, SourceError, SourceProperties, Store, StoreError,
 };
 // In memory.
 pub use oncegate_core::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};

@@ -5,7 +5,9 @@ use std::time::Instant;
 
 use oncegate::lifecycle::Settlement;
 use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
-use oncegate::source::{ConnectOptions, Delivery, Incoming, Limit, Settled, SourceProperties};
+use oncegate::source::{
+    ConnectOptions, Delivery, Incoming, Limit, QueueLevel, Settled, SourceProperties,
+};
 use oncegate::{
     Connect, Message, Persistence, Source, SourceError, Store, StoreError, async_trait,
 };
@@ -82,6 +84,10 @@ impl<S: Source> Source for Recorded<S> {
 
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
         Box::new(self.inner).close(deadline).await
+    }
+
+    fn queue_level(&mut self, level: QueueLevel) {
+        self.inner.queue_level(level);
     }
 
     fn properties(&self) -> SourceProperties {

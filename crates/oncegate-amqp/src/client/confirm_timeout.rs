@@ -9,23 +9,5 @@
 
 use std::time::Duration;
 
-use lapin::Connection;
-
 /// How long the confirms of a batch may take.
 pub(crate) const CONFIRM_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Waits for confirms; `None` after [`CONFIRM_TIMEOUT`]. If the connection is blocked then, the timeout
-/// starts again.
-pub(crate) async fn await_confirms<T>(
-    connection: &Connection,
-    confirms: impl Future<Output = T>,
-) -> Option<T> {
-    let mut confirms = std::pin::pin!(confirms);
-    loop {
-        match tokio::time::timeout(CONFIRM_TIMEOUT, &mut confirms).await {
-            Ok(confirms) => return Some(confirms),
-            Err(_) if connection.status().blocked() => {}
-            Err(_) => return None,
-        }
-    }
-}

@@ -13,9 +13,8 @@ use lapin::{Channel, Confirmation, Connection};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::Instant;
 
-use crate::client::alarm_probe;
 use crate::client::backoff::Backoff;
-use crate::client::confirm_timeout::{CONFIRM_TIMEOUT, await_confirms};
+use crate::client::confirm_timeout::CONFIRM_TIMEOUT;
 use crate::client::connector::{code, reply_code};
 use crate::client::declare;
 use crate::client::publisher::PublisherContext;
@@ -126,27 +125,6 @@ impl DestinationPublisher {
                 if window.len() == 0 && !channel.status().connected() {
                     self.waiting.push_front(copy);
                     return Ok(ChannelEnd::ClosedWhileIdle);
-                }
-                if copy.cancellation.is_some() {
-                    // Alone on the channel: lapin might attach the returned message of another copy to
-                    // the confirm of the probe.
-                    if window.len() > 0 {
-                        self.waiting.push_front(copy);
-                        break;
-                    }
-                    let probe = await_confirms(connection, alarm_probe::confirm(channel));
-                    let problem = match self.receive_during(probe).await? {
-                        Some(Ok(())) if copy.is_cancelled() || !copy.fits_frame(frame_max) => {
-                            continue;
-                        }
-                        Some(Ok(())) => None,
-                        Some(Err(error)) => Some(error.to_string()),
-                        None => Some(confirm_timed_out()),
-                    };
-                    if let Some(problem) = problem {
-                        self.waiting.push_front(copy);
-                        return Ok(ChannelEnd::Failed(window.fail(|| problem)));
-                    }
                 }
                 if window.len() == 0 {
                     progress_at = Instant::now();
@@ -415,7 +393,6 @@ mod tests {
 
     use super::*;
     use crate::RabbitMq;
-    use crate::protocol::message_copy::PublishCancellation;
 
     fn publisher() -> DestinationPublisher {
         let source = Arc::new(RabbitMq::queue("orders").check().expect("settings"));
@@ -430,7 +407,6 @@ mod tests {
             destination: "orders.dead-letters".into(),
             properties: lapin::BasicProperties::default(),
             body: "".into(),
-            cancellation: None,
         })
     }
 
@@ -518,19 +494,13 @@ mod tests {
     #[test]
     fn obsolete_copies_are_not_published() {
         let mut publisher = publisher();
-        let cancellation = PublishCancellation::default();
-        let cancellable = MessageCopy {
-            cancellation: Some(cancellation.clone()),
-            ..(*copy(1)).clone()
-        };
         let of_a_closed_channel = MessageCopy {
             epoch: 9,
             ..(*copy(2)).clone()
         };
-        publisher.waiting = [cancellable, of_a_closed_channel, (*copy(3)).clone()]
+        publisher.waiting = [of_a_closed_channel, (*copy(3)).clone()]
             .map(Arc::new)
             .into();
-        cancellation.cancel();
         assert_eq!(publisher.next_copy().map(|copy| copy.tag), Some(3));
         assert!(publisher.next_copy().is_none());
     }

@@ -212,7 +212,6 @@ impl AmqpDriver {
                     .metrics
                     .set_unacked(session.deliveries.unacked());
             }
-            self.move_blocking_delivery();
         };
         self.shut_down(exit).await;
     }
@@ -251,6 +250,7 @@ impl AmqpDriver {
         match action {
             SettleAction::Nothing => {}
             SettleAction::Publish(copy) => self.publisher.publish(*copy),
+            SettleAction::Redeliver(delivery) => self.endpoints.incoming_queue.deliver(*delivery),
             SettleAction::IgnoreStale => {
                 self.context.metrics.stale_settlement();
                 tracing::debug!(
@@ -267,29 +267,11 @@ impl AmqpDriver {
         }
     }
 
-    /// Moves a delayed delivery from memory to a delay queue if it prevents that many later ones are
-    /// acknowledged together.
-    fn move_blocking_delivery(&mut self) {
-        if let SessionState::Open(session) = &mut self.session
-            && !self.context.metrics.is_publishing_blocked()
-        {
-            let frame_max = session.frame_max();
-            let copy =
-                session
-                    .deliveries
-                    .move_blocking_delivery(&self.context, frame_max, current_time());
-            copy.into_iter()
-                .for_each(|copy| self.publisher.publish(copy));
-        }
-    }
-
     /// Settles the originals of confirmed copies.
     fn confirmed(&mut self, confirmed: Vec<ConfirmedCopy>) {
         if let SessionState::Open(session) = &mut self.session {
             for copy in confirmed {
-                session
-                    .deliveries
-                    .confirmed(copy.epoch, copy.tag, copy.cancellation.as_ref());
+                session.deliveries.confirmed(copy.epoch, copy.tag);
             }
         }
     }
@@ -312,7 +294,7 @@ impl AmqpDriver {
             DriverEvent::Session(SessionEvent::Delivered(deliveries)) => {
                 self.receive_deliveries(deliveries)
             }
-            DriverEvent::Session(SessionEvent::Wake) => self.redeliver_due(),
+            DriverEvent::Session(SessionEvent::Wake) => {}
             DriverEvent::Session(SessionEvent::Lost(loss)) => self.channel_lost(&loss),
         }
     }
@@ -338,7 +320,9 @@ impl AmqpDriver {
         let has_invalid_utf8 = incoming::has_invalid_utf8(&raw);
         let (delivery, original) =
             incoming::parse_delivery(raw, &self.context, session.deliveries.epoch, time.unix);
-        session.deliveries.delivered(tag, original, time.now);
+        session
+            .deliveries
+            .delivered(tag, original, delivery.failures, time.now);
         if self.intake == IntakeState::Stopped {
             // Closing the channel requeues the delivery.
             return;
@@ -368,24 +352,13 @@ impl AmqpDriver {
             reject(Reason::Unreadable, Some(&history))
         } else {
             match incoming::remaining_delay(&delivery, &self.context, time.unix) {
-                Some(wait) => {
-                    session
-                        .deliveries
-                        .delay(delivery, wait, self.intake, &self.context, time)
-                }
+                Some(wait) => session
+                    .deliveries
+                    .delay(&delivery, wait, &self.context, time),
                 None => return self.endpoints.incoming_queue.deliver(delivery),
             }
         };
         self.execute_action(tag, action);
-    }
-
-    fn redeliver_due(&mut self) {
-        let SessionState::Open(session) = &mut self.session else {
-            return;
-        };
-        self.endpoints
-            .incoming_queue
-            .deliver_at_front(session.deliveries.take_due(Instant::now()));
     }
 
     /// Whether [`PrefetchMode::OneByOne`] may end. No delivery may be unacknowledged, because the
@@ -400,12 +373,11 @@ impl AmqpDriver {
     /// Closes the session, reports its deliveries as revoked, and opens another session unless the
     /// source stops.
     fn channel_lost(&mut self, loss: &ChannelLoss) {
-        let SessionState::Open(mut session) =
+        let SessionState::Open(session) =
             std::mem::replace(&mut self.session, SessionState::Closed)
         else {
             return;
         };
-        session.deliveries.cancel_move();
         self.endpoints.open_epoch.store(0, Ordering::Release);
         self.endpoints
             .incoming_queue
@@ -481,31 +453,13 @@ impl AmqpDriver {
         }
     }
 
-    /// Accepts no more deliveries. Delayed ones move to delay queues, if these are used.
+    /// Accepts no more deliveries.
     async fn stop(&mut self) {
         self.intake = IntakeState::Stopped;
-        let delayed = match &mut self.session {
-            SessionState::Open(session) => {
-                session.stop().await;
-                session.deliveries.take_delayed()
-            }
-            opening @ SessionState::Opening(_) => {
-                *opening = SessionState::Closed;
-                return;
-            }
-            SessionState::Closed => return,
-        };
-        for (due, delivery) in delayed {
-            let SessionState::Open(session) = &mut self.session else {
-                return;
-            };
-            let (time, tag) = (current_time(), delivery.receipt.position);
-            let after = due.saturating_duration_since(time.now);
-            let action =
-                session
-                    .deliveries
-                    .delay(delivery, after, self.intake, &self.context, time);
-            self.execute_action(tag, action);
+        match &mut self.session {
+            SessionState::Open(session) => session.stop().await,
+            opening @ SessionState::Opening(_) => *opening = SessionState::Closed,
+            SessionState::Closed => {}
         }
     }
 

@@ -63,18 +63,6 @@ impl IncomingSender {
         }
     }
 
-    /// Inserts the deliveries before all others, in their order.
-    pub(crate) fn deliver_at_front(&self, deliveries: Vec<Delivery>) {
-        let mut state = self.0.state();
-        if state.phase == IncomingQueuePhase::Open && !deliveries.is_empty() {
-            deliveries
-                .into_iter()
-                .rev()
-                .for_each(|delivery| state.deliveries.push_front(delivery));
-            self.0.wake.notify_one();
-        }
-    }
-
     /// Removes all deliveries and reports the channel with this epoch as revoked: it is lost, and the
     /// broker redelivers them.
     pub(crate) fn revoke(&self, epoch: u64) {
@@ -216,12 +204,10 @@ mod tests {
             Some(vec![(1, Some(1)), (1, Some(2))])
         );
         assert_eq!(receive(&mut receiver, 9, 1).await, Some(vec![(1, Some(3))]));
-        sender.deliver_at_front(vec![delivery(1, 8), delivery(1, 9)]);
-        let first = vec![(1, Some(8)), (1, Some(9)), (1, Some(4)), (1, Some(5))];
-        assert_eq!(receive(&mut receiver, 9, 999).await, Some(first));
+        let others = vec![(1, Some(4)), (1, Some(5))];
+        assert_eq!(receive(&mut receiver, 9, 999).await, Some(others));
         receiver.stop();
         sender.deliver(delivery(1, 6));
-        sender.deliver_at_front(vec![delivery(1, 7)]);
         assert_eq!(receive(&mut receiver, 9, 999).await, Some(vec![]));
         sender.revoke(1);
         drop(sender);

@@ -22,7 +22,7 @@ use crate::client::connector;
 use crate::client::context::SourceContext;
 use crate::client::destination_publisher::DestinationPublisher;
 use crate::client::problem_throttle::ProblemThrottle;
-use crate::protocol::message_copy::{MessageCopy, PublishCancellation};
+use crate::protocol::message_copy::MessageCopy;
 
 /// The driver's handle to the publishers. Each destination queue has a task of its own, so that a
 /// missing or full queue does not delay copies for others.
@@ -39,8 +39,6 @@ pub(crate) struct ConfirmedCopy {
     pub(crate) epoch: u64,
     /// The delivery tag of the original.
     pub(crate) tag: u64,
-    /// [`MessageCopy::cancellation`].
-    pub(crate) cancellation: Option<PublishCancellation>,
 }
 
 /// What the publishers of a source share.
@@ -175,10 +173,10 @@ impl PublisherContext {
         }
     }
 
-    /// Whether the copy need not be published: it is cancelled, or its original is redelivered because
-    /// its channel is closed.
+    /// Whether the copy need not be published: its original is redelivered because its channel is
+    /// closed.
     pub(crate) fn is_obsolete(&self, copy: &MessageCopy) -> bool {
-        copy.epoch != self.open_epoch.load(Ordering::Acquire) || copy.is_cancelled()
+        copy.epoch != self.open_epoch.load(Ordering::Acquire)
     }
 
     /// Reports confirmed copies to the driver.
@@ -187,7 +185,6 @@ impl PublisherContext {
         let confirmed = copies.iter().map(|copy| ConfirmedCopy {
             epoch: copy.epoch,
             tag: copy.tag,
-            cancellation: copy.cancellation.clone(),
         });
         let _ = self.confirmations.send(confirmed.collect());
     }
@@ -260,7 +257,6 @@ mod tests {
             destination: "orders.dead-letters".into(),
             properties: lapin::BasicProperties::default(),
             body: "".into(),
-            cancellation: None,
         });
         let none_ended =
             tokio::time::timeout(Duration::from_millis(20), publisher.confirmed()).await;

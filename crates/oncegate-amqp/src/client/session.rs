@@ -227,11 +227,6 @@ impl ConsumerSession {
         self.acknowledging = Some(Box::pin(send_acks(self.channel.clone(), frames)));
     }
 
-    /// The negotiated maximum size of a frame in bytes; 0 if unlimited.
-    pub(crate) fn frame_max(&self) -> u32 {
-        self.connection.configuration().frame_max()
-    }
-
     /// Cancels the consumer, unless [`CloseMode::StayActive`]. Deliveries may still be settled.
     pub(crate) async fn stop(&mut self) {
         self.is_stopped = true;
@@ -347,7 +342,6 @@ impl ConsumerSession {
             .next_check()
             .filter(|_| self.can_receive());
         [
-            self.deliveries.next_due(),
             gap_due.filter(|_| self.acknowledging.is_none()),
             status_check,
             self.unsettled_deadline(),

@@ -16,8 +16,6 @@ pub(crate) struct AckLedger<T> {
     tags: VecDeque<(u64, TagState<T>)>,
     /// How many of `tags` are settled.
     settled: usize,
-    /// How many tags were acknowledged one by one while the first entry of `tags` was the same.
-    acked_singly: usize,
 }
 
 #[derive(Debug)]
@@ -32,7 +30,6 @@ impl<T> AckLedger<T> {
         Self {
             tags: VecDeque::new(),
             settled: 0,
-            acked_singly: 0,
         }
     }
 
@@ -70,9 +67,6 @@ impl<T> AckLedger<T> {
     pub(crate) fn reject(&mut self, tag: u64) -> Option<T> {
         self.context(tag)?;
         let index = self.index(tag)?;
-        if index == 0 {
-            self.acked_singly = 0;
-        }
         match self.tags.remove(index)? {
             (_, TagState::Unsettled(context)) => Some(context),
             (_, TagState::Settled) => None,
@@ -97,7 +91,6 @@ impl<T> AckLedger<T> {
             last = Some(*tag);
             self.tags.pop_front();
             self.settled -= 1;
-            self.acked_singly = 0;
         }
         last
     }
@@ -116,17 +109,7 @@ impl<T> AckLedger<T> {
             });
         }
         self.settled = 0;
-        self.acked_singly += singles.len();
         singles
-    }
-
-    /// The first entry if it is unsettled, so that later ones cannot be acknowledged together; and how
-    /// many of those were acknowledged one by one because of it.
-    pub(crate) fn blocking_tag(&self) -> Option<(u64, usize)> {
-        match self.tags.front() {
-            Some((tag, TagState::Unsettled(_))) => Some((*tag, self.acked_singly)),
-            _ => None,
-        }
     }
 
     /// How many deliveries are settled and not acknowledged yet.
@@ -182,33 +165,6 @@ mod tests {
     }
 
     #[test]
-    fn the_blocking_tag_is_the_first_unsettled_one_and_counts_the_single_acks_behind_it() {
-        let mut acks = delivered(6);
-        for tag in [2, 3, 5] {
-            acks.settle(tag);
-        }
-        assert_eq!(
-            (acks.take_prefix(), acks.blocking_tag()),
-            (None, Some((1, 0)))
-        );
-        assert_eq!(
-            (acks.take_singles().len(), acks.blocking_tag()),
-            (3, Some((1, 3)))
-        );
-        acks.settle(1);
-        assert_eq!(acks.blocking_tag(), None, "the first entry is settled");
-        assert_eq!(
-            (acks.take_prefix(), acks.blocking_tag()),
-            (Some(1), Some((4, 0)))
-        );
-        acks.settle(6);
-        assert_eq!(
-            (acks.take_singles(), acks.blocking_tag()),
-            (vec![6], Some((4, 1)))
-        );
-    }
-
-    #[test]
     fn a_rejected_tag_is_never_acknowledged_and_the_oldest_is_the_first_unsettled_one() {
         let mut acks = delivered(4);
         assert_eq!(
@@ -260,9 +216,6 @@ mod tests {
             acks.tags.capacity()
         );
         acks.take_singles();
-        assert_eq!(
-            (acks.unacked(), acks.blocking_tag(), acks.oldest_unsettled()),
-            (1, Some((1, 100_000)), Some(&1))
-        );
+        assert_eq!((acks.unacked(), acks.oldest_unsettled()), (1, Some(&1)));
     }
 }

@@ -1,5 +1,4 @@
-//! One consuming channel: which deliveries are unsettled, delayed or copied, and what is to be
-//! acknowledged.
+//! One consuming channel: which deliveries are unsettled or copied, and what is to be acknowledged.
 
 use std::time::Duration;
 
@@ -9,23 +8,14 @@ use tokio::time::Instant;
 
 use crate::protocol::CurrentTime;
 use crate::protocol::ack_ledger::AckLedger;
-use crate::protocol::delay_buffer::DelayBuffer;
 use crate::protocol::incoming::OriginalProperties;
-use crate::protocol::message_copy::{MessageCopy, PublishCancellation};
+use crate::protocol::message_copy::MessageCopy;
 use crate::protocol::queue_settings::QueueSettings;
 use crate::settings::Rejects;
 
 /// How long settled deliveries behind an unsettled one (the gap) wait to be acknowledged together with
 /// it. Then they are acknowledged one by one.
 const GAP_TIMEOUT: Duration = Duration::from_millis(100);
-/// The longest delay that a released delivery waits in memory, if there are delay queues.
-const MAX_IN_MEMORY_DELAY: Duration = Duration::from_secs(5);
-/// The shortest delay of a release. Without it, immediate releases would redeliver in a busy loop.
-const MIN_RELEASE_DELAY: Duration = Duration::from_millis(20);
-/// While a delayed delivery is unacknowledged, later ones cannot be acknowledged together (`multiple`).
-/// After this many single acknowledgements it moves to a delay queue. Its copy costs the broker about
-/// as much as a hundred single acknowledgements.
-const MAX_SINGLE_ACKS: usize = 256;
 
 /// Whether deliveries of the broker are passed to the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +39,8 @@ pub(crate) enum SettleAction {
     Nothing,
     /// Publish the copy; its confirm settles the delivery.
     Publish(Box<MessageCopy>),
+    /// Pass the delivery to the consumer again.
+    Redeliver(Box<Delivery>),
     /// Drop the settlement: its channel is closed, and the broker redelivers the message. An
     /// acknowledgement with the tag of another channel would close this one.
     IgnoreStale,
@@ -74,10 +66,12 @@ impl AckFrames {
     }
 }
 
-/// The parts of an unsettled delivery that a copy needs, and when the delivery arrived.
+/// The parts of an unsettled delivery that a copy needs, and its arrival.
 #[derive(Debug)]
 struct UnsettledDelivery {
     original: OriginalProperties,
+    /// How many attempts had failed when it arrived.
+    failures: u32,
     since: Instant,
 }
 
@@ -88,9 +82,10 @@ pub(crate) struct ChannelDeliveries {
     pub(crate) epoch: u64,
     pub(crate) prefetch: usize,
     acks: AckLedger<UnsettledDelivery>,
-    delayed: DelayBuffer,
-    /// How many copies wait for their confirms, without a delivery that moves to a delay queue.
+    /// How many copies wait for their confirms.
     publishing: usize,
+    /// Tags of deliveries that failed, and were released while the source stopped.
+    failed: Vec<u64>,
     /// Tags to reject to the queue's own dead-letter exchange.
     rejecting: Vec<u64>,
     /// Since when there are settled deliveries behind an unsettled one.
@@ -103,18 +98,27 @@ impl ChannelDeliveries {
             epoch,
             prefetch: usize::from(prefetch),
             acks: AckLedger::new(),
-            delayed: DelayBuffer::default(),
             publishing: 0,
+            failed: Vec::new(),
             rejecting: Vec::new(),
             gap_since: None,
         }
     }
 
     /// Adds a delivery of the broker.
-    pub(crate) fn delivered(&mut self, tag: u64, original: OriginalProperties, now: Instant) {
-        let since = now;
-        self.acks
-            .delivered(tag, UnsettledDelivery { original, since });
+    pub(crate) fn delivered(
+        &mut self,
+        tag: u64,
+        original: OriginalProperties,
+        failures: u32,
+        since: Instant,
+    ) {
+        let unsettled = UnsettledDelivery {
+            original,
+            failures,
+            since,
+        };
+        self.acks.delivered(tag, unsettled);
     }
 
     /// Applies a settlement.
@@ -137,15 +141,36 @@ impl ChannelDeliveries {
                 let history = settled.failure_history.as_deref();
                 self.reject(&delivery, &reason, history, settings, time)
             }
-            // Released while the source stops: closing the channel requeues the delivery.
-            Settlement::Release { after, .. }
-                if after.is_zero() && intake == IntakeState::Stopped =>
-            {
-                SettleAction::Nothing
-            }
             Settlement::Release { after, failures } => {
                 delivery.failures = failures;
-                self.delay(delivery, after, intake, settings, time)
+                self.release(delivery, after, intake, settings, time)
+            }
+        }
+    }
+
+    /// Releases a delivery to a delay queue, if there are delay queues. Otherwise passes it to the
+    /// consumer again, or leaves it unsettled while the source stops: closing the channel requeues it. A
+    /// delivery that failed uses a delay queue even then, which keeps the count of its failures.
+    fn release(
+        &mut self,
+        delivery: Delivery,
+        after: Duration,
+        intake: IntakeState,
+        settings: &QueueSettings,
+        time: CurrentTime,
+    ) -> SettleAction {
+        let tag = delivery.receipt.position;
+        let Some(unsettled) = self.acks.context(tag) else {
+            return SettleAction::IgnoreRepeated;
+        };
+        let has_failed = delivery.failures > unsettled.failures;
+        match intake {
+            IntakeState::Stopped if !has_failed => SettleAction::Nothing,
+            _ if settings.uses_delay_queues() => self.delay(&delivery, after, settings, time),
+            IntakeState::Open => SettleAction::Redeliver(Box::new(delivery)),
+            IntakeState::Stopped => {
+                self.failed.push(tag);
+                SettleAction::Nothing
             }
         }
     }
@@ -181,102 +206,29 @@ impl ChannelDeliveries {
         )))
     }
 
-    /// Delays a delivery in memory, for at most half of the consumer timeout; or in a delay queue, if
-    /// there are delay queues and the delay is long, half of the prefetch is already delayed in memory,
-    /// or the source stops.
+    /// Delays a delivery in a delay queue.
     pub(crate) fn delay(
         &mut self,
-        delivery: Delivery,
+        delivery: &Delivery,
         after: Duration,
-        intake: IntakeState,
         settings: &QueueSettings,
         time: CurrentTime,
     ) -> SettleAction {
         let Some(unsettled) = self.acks.context(delivery.receipt.position) else {
             return SettleAction::IgnoreRepeated;
         };
-        let fills_prefetch = self.delayed.len() >= self.prefetch / 2;
-        if settings.uses_delay_queues()
-            && (after > MAX_IN_MEMORY_DELAY || fills_prefetch || intake == IntakeState::Stopped)
-        {
-            self.publishing += 1;
-            let original = &unsettled.original;
-            let copy = MessageCopy::delayed(&delivery, after, original, settings, time.unix);
-            return SettleAction::Publish(Box::new(copy));
-        }
-        // The broker closes a channel if a delivery exceeds the consumer timeout.
-        let after = after
-            .min(settings.consumer_timeout / 2)
-            .max(MIN_RELEASE_DELAY);
-        self.delayed.insert(time.now + after, delivery);
-        SettleAction::Nothing
+        self.publishing += 1;
+        let original = &unsettled.original;
+        let copy = MessageCopy::delayed(delivery, after, original, settings, time.unix);
+        SettleAction::Publish(Box::new(copy))
     }
 
-    /// The copy with which a delayed delivery moves from memory to a delay queue, because
-    /// [`MAX_SINGLE_ACKS`] later ones were acknowledged one by one because of it: a single
-    /// acknowledgement costs the broker several times as much as one of many together. The original
-    /// waits in memory until the copy is confirmed.
-    pub(crate) fn move_blocking_delivery(
-        &mut self,
-        settings: &QueueSettings,
-        frame_max: u32,
-        time: CurrentTime,
-    ) -> Option<MessageCopy> {
-        let (tag, acked_singly) = self.acks.blocking_tag()?;
-        if acked_singly < MAX_SINGLE_ACKS || !settings.uses_delay_queues() {
-            return None;
-        }
-        let (due, delivery) = self.delayed.movable(tag, time.now)?;
-        let original = &self.acks.context(tag)?.original;
-        let remaining = due.saturating_duration_since(time.now);
-        let copy = MessageCopy::delayed(delivery, remaining, original, settings, time.unix);
-        if !copy.is_lossless(original, frame_max) {
-            self.delayed.mark_unmovable(tag);
-            return None;
-        }
-        let cancellation = Some(self.delayed.start_move(tag, due, time.now));
-        Some(MessageCopy {
-            cancellation,
-            ..copy
-        })
-    }
-
-    /// Settles the original of a confirmed copy. If the copy was cancelled, the original was redelivered
-    /// from memory, and its own settlement acknowledges it.
-    pub(crate) fn confirmed(
-        &mut self,
-        epoch: u64,
-        tag: u64,
-        cancellation: Option<&PublishCancellation>,
-    ) {
-        if epoch != self.epoch || cancellation.is_some_and(PublishCancellation::is_cancelled) {
-            return;
-        }
-        if !self.delayed.finish_move(tag) {
+    /// Settles the original of a confirmed copy.
+    pub(crate) fn confirmed(&mut self, epoch: u64, tag: u64) {
+        if epoch == self.epoch {
             self.publishing = self.publishing.saturating_sub(1);
+            self.acks.settle(tag);
         }
-        self.acks.settle(tag);
-    }
-
-    /// Removes the delayed deliveries that are due.
-    pub(crate) fn take_due(&mut self, now: Instant) -> Vec<Delivery> {
-        self.delayed.take_due(now)
-    }
-
-    /// Removes the delayed deliveries of a source that stops, with the times when they are due. The copy
-    /// of one whose move is pending replaces it.
-    pub(crate) fn take_delayed(&mut self) -> Vec<(Instant, Delivery)> {
-        let (delayed, has_pending_move) = self.delayed.take_all();
-        self.publishing += usize::from(has_pending_move);
-        delayed
-            .into_iter()
-            .map(|((due, _), delivery)| (due, delivery))
-            .collect()
-    }
-
-    /// Cancels a pending move to a delay queue, because the channel is lost.
-    pub(crate) fn cancel_move(&mut self) {
-        self.delayed.cancel_move();
     }
 
     /// The acknowledgements that are due. The settled prefix is due at once; settled deliveries behind
@@ -310,14 +262,13 @@ impl ChannelDeliveries {
         (frames.count() > 0).then_some(frames)
     }
 
-    /// The tags to reject with requeue when the channel is closed, in their order: released deliveries,
-    /// which failed. Since RabbitMQ 4.3 these count towards the delivery limit, and `basic.nack`, which
-    /// requeues all others, does not.
+    /// The tags to reject with requeue when the channel is closed: released deliveries that failed. Since
+    /// RabbitMQ 4.3 these count towards the delivery limit, and `basic.nack`, which requeues all others,
+    /// does not.
     pub(crate) fn take_failed_tags(&mut self) -> Vec<u64> {
-        let delayed = self.delayed.take_all().0.into_keys();
-        delayed
-            .filter_map(|(_, tag)| self.acks.reject(tag).map(|_| tag))
-            .collect()
+        let mut failed = std::mem::take(&mut self.failed);
+        failed.retain(|tag| self.acks.reject(*tag).is_some());
+        failed
     }
 
     /// How many deliveries are unacknowledged.
@@ -340,11 +291,6 @@ impl ChannelDeliveries {
         self.acks
             .oldest_unsettled()
             .map(|unsettled| unsettled.since)
-    }
-
-    /// When the next delayed delivery is due.
-    pub(crate) fn next_due(&self) -> Option<Instant> {
-        self.delayed.next_due()
     }
 
     /// When settled deliveries behind an unsettled one are due to be acknowledged.

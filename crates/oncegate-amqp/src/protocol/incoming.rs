@@ -11,7 +11,6 @@ use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin, Position}
 use oncegate_core::source::{Delivery, Receipt, headers};
 
 use crate::protocol::queue_settings::QueueSettings;
-use crate::protocol::topology::DELAYS;
 
 /// The header of a copy with the routing key of the original. The copy's own routing key is the name
 /// of its queue: a delay, dead-letter or in-doubt queue.
@@ -147,9 +146,9 @@ pub(crate) fn has_invalid_utf8(raw: &RawDelivery) -> bool {
         .any(|text| text.as_str().contains(INVALID_UTF8_MARK))
 }
 
-/// The remaining delay of a delayed copy; `None` if it is over, or if the header is missing or invalid.
-/// Without delay queues the delivery waits in memory, unacknowledged, so the result is at most the
-/// longest of [`DELAYS`]. `unix` is the time since 1970.
+/// The remaining delay of a delayed copy; `None` if it is over, if the header is missing or invalid, or
+/// without delay queues, which a copy has only after a change of the settings. `unix` is the time since
+/// 1970.
 pub(crate) fn remaining_delay(
     delivery: &Delivery,
     settings: &QueueSettings,
@@ -159,13 +158,7 @@ pub(crate) fn remaining_delay(
     Duration::from_millis(text.parse().ok()?)
         .checked_sub(unix)
         .filter(|remaining| *remaining > Duration::ZERO && *remaining <= MAX_DELAY)
-        .map(|remaining| {
-            if settings.uses_delay_queues() {
-                remaining
-            } else {
-                remaining.min(DELAYS[DELAYS.len() - 1])
-            }
-        })
+        .filter(|_| settings.uses_delay_queues())
 }
 
 fn read_headers(table: &FieldTable) -> Headers {
@@ -435,8 +428,7 @@ mod tests {
         for (not_before, topology, remaining) in [
             (Some((now + 60_000).to_string()), declare, seconds(60)),
             (Some((now + day).to_string()), declare, seconds(86_400)),
-            // A delivery must not occupy the prefetch for a day.
-            (Some((now + day).to_string()), trust, seconds(600)),
+            (Some((now + 60_000).to_string()), trust, None),
             (Some((now - 1).to_string()), declare, None),
             (Some(u64::MAX.to_string()), declare, None),
             (Some("soon".into()), declare, None),

@@ -1,8 +1,6 @@
 //! Copies of messages, which are published to the dead-letter queue, the in-doubt queue or a delay
 //! queue.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use lapin::BasicProperties;
@@ -58,23 +56,6 @@ pub(crate) struct MessageCopy {
     pub(crate) destination: ShortString,
     pub(crate) properties: BasicProperties,
     pub(crate) body: bytes::Bytes,
-    /// Set if the original waits in memory and may be redelivered from there instead.
-    pub(crate) cancellation: Option<PublishCancellation>,
-}
-
-/// Cancels the publishing of a copy. A copy that is not published yet will not be published; if it is
-/// published already, its confirm has no effect. Clones share the state.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct PublishCancellation(Arc<AtomicBool>);
-
-impl PublishCancellation {
-    pub(crate) fn cancel(&self) {
-        self.0.store(true, Ordering::Release);
-    }
-
-    pub(crate) fn is_cancelled(&self) -> bool {
-        self.0.load(Ordering::Acquire)
-    }
 }
 
 impl MessageCopy {
@@ -219,31 +200,6 @@ impl MessageCopy {
         self.properties = std::mem::take(&mut self.properties).with_headers(table);
     }
 
-    /// Whether the copy has every property and header that the producer sent, within one frame.
-    pub(crate) fn is_lossless(&self, original: &OriginalProperties, frame_max: u32) -> bool {
-        let properties = &original.properties;
-        let has_cc = properties.headers().as_ref().is_some_and(|table| {
-            ["CC", "BCC"]
-                .iter()
-                .any(|name| table.inner().contains_key(*name))
-        });
-        properties.expiration().is_none()
-            && properties.user_id().is_none()
-            && !has_cc
-            && self.fits_frame(frame_max)
-    }
-
-    /// Whether all headers fit into one frame.
-    pub(crate) fn fits_frame(&self, frame_max: u32) -> bool {
-        header_frame_size(&self.properties) <= max_header_frame(frame_max)
-    }
-
-    pub(crate) fn is_cancelled(&self) -> bool {
-        self.cancellation
-            .as_ref()
-            .is_some_and(PublishCancellation::is_cancelled)
-    }
-
     fn new(
         delivery: &Delivery,
         destination: ShortString,
@@ -256,7 +212,6 @@ impl MessageCopy {
             destination,
             properties: copied_properties(original).with_headers(table),
             body: delivery.message.body.clone(),
-            cancellation: None,
         }
     }
 }
@@ -686,26 +641,5 @@ mod tests {
             assert_eq!(header(&copy, name).is_some(), is_kept, "{name}");
         }
         assert!(header_frame_size(&copy.properties) <= 131_072 - BROKER_HEADER_RESERVE);
-    }
-
-    #[test]
-    fn a_copy_is_lossless_if_it_has_everything_that_the_producer_sent() {
-        let plain = BasicProperties::default;
-        let with = |name: &str, bytes: usize| with_headers(&[(name, &"v".repeat(bytes))]);
-        for (properties, frame_max, expected) in [
-            (plain().with_message_id("m".into()), FRAME_MAX, true),
-            (with("x-death", 1), FRAME_MAX, true),
-            (with("id", 120_000), FRAME_MAX, true),
-            (with("id", 999_999), 0, true),
-            (with("id", 125_000), FRAME_MAX, false),
-            (with("CC", 1), FRAME_MAX, false),
-            (with("BCC", 1), FRAME_MAX, false),
-            (plain().with_expiration("60000".into()), FRAME_MAX, false),
-            (plain().with_user_id("someone".into()), FRAME_MAX, false),
-        ] {
-            let original = original(properties);
-            let copy = delayed(&delivery_with(&[]), Duration::ZERO, &original);
-            assert_eq!(copy.is_lossless(&original, frame_max), expected);
-        }
     }
 }

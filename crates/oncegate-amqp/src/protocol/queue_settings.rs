@@ -4,9 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::types::ShortString;
-use oncegate_core::source::{Order, SourceError};
+use oncegate_core::source::{Order, RetryDelays, SourceError};
 
 use crate::settings::{QueueKind, Rejects, Topology};
+
+/// The longest delay for which a delivery waits in the consumer, if there are delay queues. A copy in
+/// a delay queue costs the broker more, and cannot be published during a resource alarm.
+const LONGEST_KEPT_DELAY: Duration = Duration::from_secs(5);
 
 /// Which consumers of the queue receive messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +78,21 @@ impl QueueSettings {
         self.topology == Topology::Declare
             && self.consumers == ConsumerMode::Competing
             && !self.preserves_order()
+    }
+
+    /// Where deliveries wait for their next attempt. One that waits in the consumer is unacknowledged: it
+    /// takes a place of the prefetch, and the broker closes the channel after the consumer timeout.
+    pub(crate) fn retry_delays(&self) -> RetryDelays {
+        if self.uses_delay_queues() {
+            RetryDelays::InSource {
+                above: LONGEST_KEPT_DELAY.min(self.consumer_timeout / 2),
+                max_kept: usize::from(self.prefetch / 2),
+            }
+        } else {
+            RetryDelays::InConsumer {
+                longest: self.consumer_timeout / 2,
+            }
+        }
     }
 
     /// Whether the order of messages is preserved: requeued messages must be in their old position

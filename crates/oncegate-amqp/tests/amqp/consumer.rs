@@ -90,6 +90,74 @@ async fn each_id_is_handled_once_with_duplicates_and_cut_connections() {
     fixture.delete_queues().await;
 }
 
+/// Fails each message, and counts the runs and the messages.
+#[derive(Clone, Default)]
+struct Failing(Arc<Mutex<BTreeMap<String, u32>>>);
+
+impl Failing {
+    fn messages(&self) -> usize {
+        self.0.lock().expect("no handler panics").len()
+    }
+}
+
+impl Handler for Failing {
+    type Payload = u32;
+
+    async fn handle(&self, _: u32, cx: &Context) -> Result<(), Failure> {
+        let mut runs = self.0.lock().expect("no handler panics");
+        *runs.entry(cx.id().to_owned()).or_default() += 1;
+        Err(Failure::Retry("not yet".into()))
+    }
+}
+
+/// More messages fail than the prefetch allows, and wait for their next attempt: half of the prefetch in
+/// the consumer, the others in a delay queue. A shutdown moves those of the consumer there, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_that_wait_for_a_retry_take_half_of_the_prefetch_and_keep_their_failures() {
+    const MESSAGES: u32 = 20;
+    let (fixture, handler) = (QueueFixture::new().await, Failing::default());
+    let pause = Duration::from_secs(4);
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    close(open(fixture.source(QueueKind::Quorum)).await).await;
+    for number in 0..MESSAGES {
+        let id = format!("n-{number}");
+        let properties = BasicProperties::default().with_message_id(id.as_str().into());
+        fixture.publish_with(&number.to_string(), properties).await;
+    }
+    let consumer = Consumer::builder()
+        .source(fixture.source(QueueKind::Quorum).prefetch(8))
+        .store(MemoryStore::new())
+        .id(IdSource::message_id())
+        .max_inline_retries(0)
+        .backoff(pause, pause)
+        .handler(handler.clone());
+    let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
+    let begun = Instant::now();
+    while handler.messages() < MESSAGES as usize {
+        assert!(
+            begun.elapsed() < pause,
+            "waiting messages filled the prefetch: {} of {MESSAGES} were handled",
+            handler.messages()
+        );
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    stop.send(()).expect("the consumer runs");
+    running.await.expect("no panic").expect("a clean end");
+    let queues = ["", ".delay.1000", ".delay.5000"].map(|suffix| fixture.queue.clone() + suffix);
+    let (mut found, deadline) = (0, Instant::now() + Duration::from_secs(20));
+    while found < MESSAGES {
+        assert!(Instant::now() < deadline, "{found} of {MESSAGES}");
+        for queue in &queues {
+            while let Some(copy) = fixture.try_take(queue).await {
+                found += 1;
+                let failures = header(&copy.delivery, headers::FAILURES);
+                assert_eq!(failures.as_deref(), Some("1"), "in {queue}");
+            }
+        }
+    }
+    fixture.delete_queues().await;
+}
+
 /// Records the order of each key.
 #[derive(Clone, Default)]
 struct OrderRecorder(Arc<Mutex<HandledByKey>>);

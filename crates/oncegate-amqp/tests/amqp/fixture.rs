@@ -187,16 +187,18 @@ impl QueueFixture {
         exists
     }
 
+    /// Takes a message from the queue; `None` if there is none.
+    pub(crate) async fn try_take(&self, queue: &str) -> Option<lapin::message::BasicGetMessage> {
+        let options = BasicGetOptions { no_ack: true };
+        let taken = self.channel.basic_get(queue.into(), options).await;
+        taken.expect("the queue exists")
+    }
+
     /// The next message of a queue, within ten seconds.
     pub(crate) async fn take(&self, queue: &str) -> lapin::message::BasicGetMessage {
         let deadline = Instant::now() + Duration::from_secs(10);
         while Instant::now() < deadline {
-            if let Some(message) = self
-                .channel
-                .basic_get(queue.into(), BasicGetOptions { no_ack: true })
-                .await
-                .expect("the queue exists")
-            {
+            if let Some(message) = self.try_take(queue).await {
                 return message;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;

@@ -2,7 +2,6 @@
 
 mod bad_input;
 mod bad_table;
-mod blocked_acks;
 mod consumer;
 mod copies;
 mod fixture;
@@ -116,7 +115,11 @@ async fn unsettled_deliveries_are_redelivered() {
         let (mut three, _) = deliveries(&mut source, 3, Duration::from_secs(10)).await;
         settle(&mut source, three.remove(1), accept()).await;
         source.stop().await;
-        settle(&mut source, three.remove(1), release(Duration::ZERO)).await;
+        let not_started = Settlement::Release {
+            after: Duration::ZERO,
+            failures: 0,
+        };
+        settle(&mut source, three.remove(1), not_started).await;
         fixture.publish("d").await;
         assert_nothing_delivered(&mut source, Duration::from_millis(300)).await;
         close(source).await;

@@ -105,8 +105,9 @@ impl FaultScenario {
             .guarantee(Guarantee::AtMostOnce)
             .allow_volatile_store()
             .id(IdSource::message_id())
-            // Failed messages are delayed by the source.
+            // Failed messages are retried: first from the consumer, then from delay queues.
             .max_inline_retries(0)
+            .backoff(Duration::from_millis(1_500), Duration::from_millis(5_500))
             .handler(scenario.effects.clone());
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));

@@ -16,7 +16,7 @@ use super::{Clock, Engine};
 
 use crate::boot_time::BootTime;
 use crate::context::{Context, SharedDelivery};
-use crate::driver::{DriverCommand, OnRelease};
+use crate::driver::DriverCommand;
 use crate::fault;
 use crate::id::{MessageId, NoId};
 use crate::in_flight::InFlight;
@@ -53,10 +53,6 @@ impl Engine {
         );
         let bytes = delivery.message.size();
         let ordering_key = self.intake.ordering_key(&delivery);
-        let on_release = match ordering_key {
-            Some(_) => OnRelease::KeepPlace,
-            None => OnRelease::ReturnToSource,
-        };
         let (arrival, id, id_error) = match id {
             Ok(id) => (Event::Arrived, Some(id), None),
             Err(NoId::Missing) => (Event::NoId, None, Some(self.id.missing_text())),
@@ -70,7 +66,7 @@ impl Engine {
             attempt: 0,
             lease: None,
         });
-        let mut in_flight = InFlight::new(shared, delivery.receipt, history, on_release);
+        let mut in_flight = InFlight::new(shared, delivery.receipt, history);
         if id_error.is_some() {
             in_flight.update_failures(|failure_history| failure_history.first_error = id_error);
         }
@@ -351,7 +347,7 @@ impl Engine {
             DriverCommand::Reconcile => return self.start(slot, RunKind::Reconcile),
             DriverCommand::Wake(after) => self.wake(slot, after),
             DriverCommand::AwaitIsolation => return self.await_isolation(slot),
-            DriverCommand::Hold { after, failures } => self.back_off(slot, after, failures),
+            DriverCommand::Retry { after, failures } => self.retry(slot, after, failures),
             DriverCommand::Settle(settlement) => self.settle_delivery(slot, settlement),
             DriverCommand::Abandon => {
                 self.reporter.outcomes.dropped();
@@ -434,12 +430,14 @@ impl Engine {
         None
     }
 
-    /// Backs off after a failed attempt. The delivery keeps its ordering key, so that no other
-    /// message with that key overtakes it.
-    fn back_off(&mut self, slot: Slot, after: Duration, failures: u32) {
-        self.reporter
-            .outcomes
-            .settled(&Settlement::Release { after, failures });
+    /// The delivery waits for its next attempt, and keeps its ordering key, so that no other message
+    /// with that key overtakes it; or its source delays it.
+    fn retry(&mut self, slot: Slot, after: Duration, failures: u32) {
+        let release = Settlement::Release { after, failures };
+        let Some(after) = self.intake.kept_delay(slot, after) else {
+            return self.settle_delivery(slot, release);
+        };
+        self.reporter.outcomes.settled(&release);
         self.release_lease(slot);
         let Some(entry) = self.intake.at(slot) else {
             return;
@@ -451,6 +449,7 @@ impl Engine {
                 failures,
                 freshness,
             });
+            entry.in_flight.detach_message();
             (entry.task, entry.began) = (None, None);
         });
         self.wake(slot, after);

@@ -51,8 +51,8 @@ pub(super) enum ClaimState {
 pub(super) enum Occupancy {
     /// `max_in_flight`.
     InFlight,
-    /// `max_queued`: it waits behind another of its ordering key, or backs off after a failed
-    /// attempt. It holds no claim.
+    /// `max_queued`: it waits behind another of its ordering key, or for its next attempt. It holds
+    /// no claim.
     Queued,
 }
 

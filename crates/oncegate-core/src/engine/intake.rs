@@ -2,13 +2,14 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::entry::{InFlightEntry, Occupancy, Phase};
 use crate::context::SharedDelivery;
 use crate::ordering::{KeyState, OrderingKey, OrderingQueues, WasQueued};
 use crate::settings::Settings;
 use crate::slots::{Slot, Slots};
-use crate::source::{Delivery, Limit, Order};
+use crate::source::{Delivery, Limit, QueueLevel, RetryDelays, SourceProperties};
 
 /// The slab of all deliveries that were received and not settled, and the limits for them.
 ///
@@ -24,6 +25,7 @@ pub(super) struct Intake {
     /// Shared records of settled deliveries, to be used again.
     spare: Vec<Arc<SharedDelivery>>,
     limits: Limits,
+    retry_delays: RetryDelays,
 }
 
 /// The settings that bound what is received.
@@ -61,7 +63,8 @@ impl PhaseCounts {
 }
 
 impl Intake {
-    pub(super) fn new(settings: &Settings, order: Order) -> Self {
+    pub(super) fn new(settings: &Settings, properties: SourceProperties) -> Self {
+        let order = settings.order.unwrap_or(properties.default_order);
         Self {
             entries: Slots::new(settings.max_in_flight),
             counts: PhaseCounts::default(),
@@ -74,6 +77,7 @@ impl Intake {
                 max_queued: settings.max_queued,
                 max_queued_bytes: settings.max_queued_bytes,
             },
+            retry_delays: properties.retry_delays,
         }
     }
 
@@ -202,12 +206,39 @@ impl Intake {
     }
 
     /// The number and the bytes of queued deliveries, if they reach a limit: then the consumer
-    /// receives nothing, and one blocked ordering key blocks all others.
+    /// receives nothing.
     pub(super) fn full_queue(&self) -> Option<(usize, usize)> {
         let queued = self.count(Phase::Queued);
         let bytes = self.counts.bytes[Phase::Queued as usize];
         let is_full = queued >= self.limits.max_queued || bytes >= self.limits.max_queued_bytes;
         is_full.then_some((queued, bytes))
+    }
+
+    pub(super) fn queue_level(&self) -> QueueLevel {
+        let queued = self.count(Phase::Queued);
+        let bytes = self.counts.bytes[Phase::Queued as usize];
+        let Limits {
+            max_queued,
+            max_queued_bytes,
+            ..
+        } = self.limits;
+        let is_high = queued >= max_queued / 2 || bytes >= max_queued_bytes / 2;
+        match is_high && queued > 0 {
+            true => QueueLevel::High,
+            false => QueueLevel::Low,
+        }
+    }
+
+    /// How long a delivery waits in the consumer for its next attempt; `None` if its source delays it.
+    pub(super) fn kept_delay(&self, slot: Slot, after: Duration) -> Option<Duration> {
+        match self.retry_delays {
+            RetryDelays::InConsumer { longest } => Some(after.min(longest)),
+            RetryDelays::InSource { above, max_kept } => {
+                let is_ordered = self.at(slot)?.ordering_key.is_some();
+                let has_room = self.count(Phase::Queued) < max_kept && self.full_queue().is_none();
+                (is_ordered || (after <= above && has_room)).then_some(after)
+            }
+        }
     }
 
     /// How much may be received. With [`Limit::NOTHING`] the source still reports revocations.
@@ -255,17 +286,15 @@ impl Intake {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
-    use std::time::Duration;
 
     use super::*;
     use crate::boot_time::BootTime;
-    use crate::driver::OnRelease;
     use crate::engine::entry::ClaimState;
     use crate::in_flight::InFlight;
     use crate::lifecycle::{Event, Freshness, History};
     use crate::marker::{Attempts, Guarantee, Terms, Token, Verdict};
     use crate::message::Message;
-    use crate::source::Receipt;
+    use crate::source::{Order, Receipt};
 
     fn intake() -> Intake {
         let settings = Settings {
@@ -275,7 +304,11 @@ mod tests {
             max_queued_bytes: 100,
             ..Settings::default()
         };
-        Intake::new(&settings, Order::ByKey)
+        let properties = SourceProperties {
+            default_order: Order::ByKey,
+            ..SourceProperties::default()
+        };
+        Intake::new(&settings, properties)
     }
 
     fn delivery(intake: &mut Intake, key: &'static str, bytes: usize) -> InFlightEntry {
@@ -307,7 +340,7 @@ mod tests {
             freshness: Freshness::Fresh,
         };
         InFlightEntry {
-            in_flight: InFlight::new(shared, delivery.receipt, history, OnRelease::KeepPlace),
+            in_flight: InFlight::new(shared, delivery.receipt, history),
             arrival: Event::Arrived,
             occupancy: Occupancy::InFlight,
             counted: Phase::Open,

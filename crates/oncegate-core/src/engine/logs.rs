@@ -181,14 +181,14 @@ impl Logs {
         }
     }
 
-    /// The consumer receives nothing: one blocked ordering key now blocks all others.
+    /// The consumer receives nothing: what waits now blocks all others.
     pub(super) fn queue_full(&mut self, waiting: usize, bytes: usize) {
         if let Some(suppressed_lines) = self.queue_full.due(Instant::now()) {
             tracing::warn!(
                 waiting,
                 bytes,
                 suppressed_lines,
-                "queue limit reached, receiving is paused: too many deliveries wait behind others of their key or partition; see which messages fail, or raise `max_queued` or `max_queued_bytes`"
+                "queue limit reached, receiving is paused: too many deliveries wait for a retry, or behind others of their key or partition; see which messages fail, or raise `max_queued` or `max_queued_bytes`"
             );
         }
     }

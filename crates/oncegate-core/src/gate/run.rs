@@ -9,7 +9,7 @@ use tracing::Instrument;
 use super::{Gate, GateError, GateInner, RunOutcome, WhenHeld};
 use crate::boot_time::BootTime;
 use crate::context::SharedDelivery;
-use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
+use crate::driver::{DriverCommand, LifecycleDriver};
 use crate::handler::Failure;
 use crate::id::MessageId;
 use crate::lease::Lease;
@@ -58,7 +58,7 @@ impl<'a, T> GuardedRun<'a, T> {
             gate,
             id,
             slot,
-            driver: LifecycleDriver::new(history, OnRelease::ReturnToSource),
+            driver: LifecycleDriver::new(history),
             grant: None,
             result: None,
             failure: None,
@@ -115,12 +115,14 @@ impl<'a, T> GuardedRun<'a, T> {
                 DriverCommand::Settle(settlement) => {
                     return self.result_of(stage_before, settlement);
                 }
-                // `Abandon` follows `StopNow`. The others do not occur: a gate has no ordering keys, and
-                // does not isolate ids whose runs crash.
-                DriverCommand::Hold { .. }
-                | DriverCommand::AwaitIsolation
-                | DriverCommand::Nothing
-                | DriverCommand::Abandon => {
+                // The caller decides whether and when to try again.
+                DriverCommand::Retry { after, failures } => {
+                    let settlement = Settlement::Release { after, failures };
+                    return self.result_of(stage_before, settlement);
+                }
+                // `Abandon` follows `StopNow`. The others do not occur: a gate does not isolate ids
+                // whose runs crash.
+                DriverCommand::AwaitIsolation | DriverCommand::Nothing | DriverCommand::Abandon => {
                     return Err(self.no_result());
                 }
             };

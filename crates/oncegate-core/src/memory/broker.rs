@@ -1,8 +1,8 @@
 //! A queue in this process, with a dead-letter queue and an in-doubt queue.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::{Arc, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use async_trait::async_trait;
 use tokio::sync::Notify;
@@ -45,12 +45,9 @@ struct BrokerShared {
 
 #[derive(Debug, Default)]
 struct BrokerQueue {
-    /// All messages that are not settled: ready, delayed, or delivered.
+    /// All messages that are not settled: ready or delivered.
     messages: Slots<StoredMessage>,
     ready: VecDeque<Slot>,
-    /// By due time, then in the order of their releases.
-    delayed: BTreeMap<(Instant, u64), Slot>,
-    releases: u64,
     dead_letters: Vec<DeadLetter>,
     in_doubt: Vec<DeadLetter>,
     next_source: u64,
@@ -123,7 +120,7 @@ impl MemoryBroker {
         self.0.lock().in_doubt.clone()
     }
 
-    /// The number of unsettled messages: ready, delayed, or delivered.
+    /// The number of unsettled messages: ready or delivered.
     pub fn unsettled(&self) -> usize {
         self.0.lock().messages.len()
     }
@@ -184,25 +181,10 @@ impl Source for MemorySource {
         loop {
             let mut changed = std::pin::pin!(self.shared.changed.notified());
             changed.as_mut().enable();
-            let next_due = {
-                let mut queue = self.shared.lock();
-                queue.make_due_ready(Instant::now());
-                if queue.deliver(self.id, limit, into) {
-                    return Ok(());
-                }
-                queue.delayed.first_key_value().map(|((at, _), _)| *at)
-            };
-            match next_due {
-                // One millisecond more, the resolution of the timer.
-                Some(at) => {
-                    let _ = tokio::time::timeout(
-                        at.saturating_duration_since(Instant::now()) + Duration::from_millis(1),
-                        changed,
-                    )
-                    .await;
-                }
-                None => changed.await,
+            if self.shared.lock().deliver(self.id, limit, into) {
+                return Ok(());
             }
+            changed.await;
         }
     }
 
@@ -214,10 +196,8 @@ impl Source for MemorySource {
             };
             match it.settlement {
                 Settlement::Accept(_) => queue.messages.discard(slot),
-                Settlement::Release { after, failures } => {
-                    queue.releases += 1;
-                    let due = (Instant::now() + after, queue.releases);
-                    queue.delayed.insert(due, slot);
+                Settlement::Release { failures, .. } => {
+                    queue.ready.push_back(slot);
                     if let Some(stored) = queue.messages.at_mut(slot) {
                         (stored.failures, stored.delivered) = (failures, None);
                     }
@@ -264,17 +244,6 @@ fn without_reserved(message: Message) -> Message {
 }
 
 impl BrokerQueue {
-    /// Moves delayed messages that are due to the end of the queue.
-    fn make_due_ready(&mut self, now: Instant) {
-        while let Some(due) = self
-            .delayed
-            .first_entry()
-            .filter(|entry| entry.key().0 <= now)
-        {
-            self.ready.push_back(due.remove());
-        }
-    }
-
     /// Delivers ready messages. Returns whether there was one.
     fn deliver(&mut self, source: u64, limit: Limit, into: &mut Vec<Incoming>) -> bool {
         let mut bytes = 0;

@@ -16,7 +16,7 @@ use super::connection_errors::ConnectionErrors;
 use super::lock;
 use super::log::LogContext;
 use crate::settings::Destinations;
-use crate::shared::{RejectedDelivery, detached};
+use crate::shared::RejectedDelivery;
 
 /// The header of a dead letter without its body, because the broker rejected it with the body as too
 /// large. Its value is the size of the body in bytes.
@@ -116,7 +116,7 @@ impl DeadLetters {
     /// A dead letter of this delivery, without the memory of the batch that it was read in.
     pub(crate) fn prepare(&self, mut rejected: RejectedDelivery) -> UnpublishedDeadLetter {
         let message = &mut rejected.delivery.message;
-        *message = detached(message);
+        message.detach();
         UnpublishedDeadLetter {
             topic: self.destination(&message.origin.name, &rejected.reason),
             rejected,

@@ -1,5 +1,5 @@
 //! Random histories of the state of a source with one partition, compared with a map of all offsets:
-//! what is handed out, held and counted. Those of `partition::tests` have further events, such as a
+//! what is handed out and counted. Those of `partition::tests` have further events, such as a
 //! recreated topic.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -21,9 +21,8 @@ enum HistoryEvent {
     HandOut,
     /// A delivery is settled, of any assignment, counted back from the last one.
     Accept { back: u8 },
-    /// An unsettled delivery is released, to be handed out again at once, or after a delay that no
-    /// history reaches.
-    Release { back: u8, again: bool },
+    /// An unsettled delivery is released, to be handed out again.
+    Release { back: u8 },
     /// A delivery is rejected.
     Reject { back: u8 },
     /// The oldest unconfirmed dead letter is confirmed.
@@ -49,7 +48,7 @@ fn event() -> impl Strategy<Value = HistoryEvent> {
         4 => (1..20_u8, prop_oneof![Just(0), 0..6_u8]).prop_map(|(count, gap)| HistoryEvent::Read { count, gap }),
         3 => Just(HistoryEvent::HandOut),
         12 => (0..60_u8).prop_map(|back| HistoryEvent::Accept { back }),
-        2 => (0..30_u8, prop::bool::weighted(0.9)).prop_map(|(back, again)| HistoryEvent::Release { back, again }),
+        2 => (0..30_u8).prop_map(|back| HistoryEvent::Release { back }),
         1 => (0..30_u8).prop_map(|back| HistoryEvent::Reject { back }),
         1 => Just(HistoryEvent::Publish),
         4 => Just(HistoryEvent::Commit),
@@ -111,8 +110,6 @@ struct PartitionModel {
     handed_out: Vec<(Receipt, HandedOut)>,
     /// Unconfirmed dead letters.
     unconfirmed: VecDeque<usize>,
-    /// Deliveries of this assignment that were released and stay released.
-    released: BTreeSet<i64>,
 }
 
 impl PartitionModel {
@@ -128,7 +125,6 @@ impl PartitionModel {
             committed: 0,
             handed_out: Vec::new(),
             unconfirmed: VecDeque::new(),
-            released: BTreeSet::new(),
         }
     }
 
@@ -146,7 +142,6 @@ impl PartitionModel {
     fn start(&mut self, epoch: Option<u64>, assignment: AssignmentState) {
         (self.epoch, self.assignment, self.reference) =
             (epoch, assignment, ReferenceOffsets::default());
-        self.released.clear();
     }
 
     /// The index of the delivery that was handed out `back` deliveries ago, if it is not settled.
@@ -222,22 +217,13 @@ impl PartitionModel {
                 }
                 self.handed_out[index].1 = HandedOut::Settled;
             }
-            HistoryEvent::Release { back, again } => {
+            HistoryEvent::Release { back } => {
                 let Some(index) = self.unsettled_index(back) else {
                     return Ok(());
                 };
-                let after = if again {
-                    Duration::ZERO
-                } else {
-                    Duration::from_secs(86_400)
-                };
-                let is_assigned = self.state.release(self.delivery(index), after);
+                let is_assigned = self.state.release(self.delivery(index));
                 prop_assert_eq!(is_assigned, self.is_assigned(index));
                 self.handed_out[index].1 = HandedOut::Released;
-                if is_assigned && !again {
-                    self.released
-                        .insert(self.handed_out[index].0.position as i64);
-                }
             }
             HistoryEvent::Reject { back } => {
                 let Some(index) = self.unsettled_index(back) else {
@@ -337,8 +323,7 @@ impl PartitionModel {
         self.check_counters()
     }
 
-    /// Each unsettled message is handed out, being published, or released, once everything was
-    /// handed out.
+    /// Each unsettled message is handed out or being published, once everything was handed out.
     fn check_nothing_is_lost(&self) -> Result<(), TestCaseError> {
         if !self.is_handed_out() {
             return Ok(());
@@ -346,11 +331,10 @@ impl PartitionModel {
         let unsettled_deliveries = self.handed_out.iter().filter(|(receipt, is)| {
             Some(receipt.epoch) == self.epoch && matches!(is, HandedOut::Out | HandedOut::Rejected)
         });
-        let mut held: BTreeSet<i64> = unsettled_deliveries
+        let unsettled: BTreeSet<i64> = unsettled_deliveries
             .map(|(receipt, _)| receipt.position as i64)
             .collect();
-        held.extend(&self.released);
-        prop_assert_eq!(held, self.reference.unsettled().collect());
+        prop_assert_eq!(unsettled, self.reference.unsettled().collect());
         Ok(())
     }
 
@@ -367,17 +351,8 @@ impl PartitionModel {
         prop_assert_eq!(self.state.publishing(), self.unconfirmed.len());
         // The deliveries of all assignments belong to the one partition of this model.
         let deliveries = &self.state.deliveries;
-        let released = self
-            .epoch
-            .into_iter()
-            .flat_map(|it| deliveries.released_of(it));
-        let sizes: Vec<usize> = released.map(|it| it.message.size()).collect();
-        let held = deliveries.held().total();
-        prop_assert_eq!(held.count, sizes.len() + self.unconfirmed.len());
-        prop_assert_eq!(deliveries.held().of(&Arc::from("t"), 0), held);
-        if self.unconfirmed.is_empty() {
-            prop_assert_eq!(held.bytes, sizes.iter().sum::<usize>());
-        }
+        let unconfirmed = deliveries.unconfirmed.total();
+        prop_assert_eq!(deliveries.unconfirmed.of(&Arc::from("t"), 0), unconfirmed);
         let (ready_bytes, sum) = deliveries.ready_bytes();
         prop_assert_eq!(ready_bytes, sum);
         Ok(())

@@ -33,13 +33,10 @@ impl<M: StateLock> SharedState<M> {
                     }
                     state.accept(&delivery.receipt)
                 }
-                Settlement::Release { after, failures } => state.release(
-                    Delivery {
-                        failures,
-                        ..delivery
-                    },
-                    after,
-                ),
+                Settlement::Release { failures, .. } => state.release(Delivery {
+                    failures,
+                    ..delivery
+                }),
                 Settlement::Reject(reason) => {
                     let is_assigned = state.reject(&delivery);
                     rejected.extend(is_assigned.then_some(RejectedDelivery {

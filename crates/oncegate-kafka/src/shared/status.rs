@@ -28,9 +28,11 @@ impl SourceState {
     pub(crate) fn read_positions(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
         // Includes partitions whose seek fails repeatedly: they make no progress either. A full
         // partition is not read on purpose.
+        let crowded = self.crowded();
         let is_read = |it: &AssignedPartition| {
             let state = it.partition.state();
-            matches!(state, AssignmentState::Active | AssignmentState::Seeking) && !self.is_full(it)
+            matches!(state, AssignmentState::Active | AssignmentState::Seeking)
+                && !self.is_full(it, &crowded)
         };
         self.assigned
             .iter()
@@ -67,12 +69,9 @@ impl SourceState {
         let (partition, log_end) = (&assigned.partition, assigned.log_end);
         let epoch = partition.epoch();
         let blocker = partition.blocked_by().map(|(offset, since)| {
-            let mut released = self.deliveries.released_of(epoch);
-            let delayed = released.find(|it| it.receipt.position == offset as u64);
-            let blocked_by = match delayed.map(|it| it.failures) {
-                Some(failures) => BlockedBy::Delay { failures },
-                None if self.deliveries.is_ready(epoch, offset) => BlockedBy::Queue,
-                None => BlockedBy::Consumer,
+            let blocked_by = match self.deliveries.is_ready(epoch, offset) {
+                true => BlockedBy::Queue,
+                false => BlockedBy::Consumer,
             };
             let since = since.map_or(Duration::ZERO, |since| since.elapsed());
             Blocker {
@@ -91,7 +90,6 @@ impl SourceState {
                 .zip(log_end)
                 .map(|(offset, end)| u64::try_from(end - offset).unwrap_or(0)),
             handed_out: partition.handed_out(),
-            delayed: self.deliveries.released_of(epoch).count(),
             blocker,
         }
     }

@@ -2,9 +2,9 @@ use std::cell::{Cell, RefCell};
 
 use oncegate_core::Headers;
 
-use super::capacity::{MAX_HELD, MAX_HELD_BYTES, MAX_SPAN};
+use super::capacity::{MAX_SPAN, MAX_UNCONFIRMED, MAX_UNCONFIRMED_BYTES};
 use super::deliveries::{MAX_READY, MAX_READY_BYTES};
-use super::held_messages::Backlog;
+use super::unconfirmed::Backlog;
 use super::*;
 
 pub(crate) fn record(partition: i32, offset: i64) -> ConsumerRecord {
@@ -119,9 +119,9 @@ fn a_revoked_partition_hands_out_nothing_more_and_still_counts_settlements() {
     assert_eq!((revoked, deliveries.len()), (vec![epoch], 0));
 
     assert!(state.accept(&first[0].receipt));
-    assert!(state.release(first.remove(1), Duration::ZERO));
+    assert!(state.release(first.remove(1)));
     assert!(state.accept(&first[1].receipt));
-    assert_eq!((state.handed_out(&[epoch]), state.next_due()), (0, None));
+    assert_eq!(state.handed_out(&[epoch]), 0);
     assert_eq!(
         state.commits(),
         [OffsetCommit {
@@ -188,9 +188,8 @@ fn unsettled_messages_below_a_truncation_are_read_again() {
     for index in [0, 1, 3] {
         assert!(shared.lock().accept(&before[index].receipt));
     }
-    // 2 is released for an hour, and 4 to 9 are not settled.
-    let released = before.remove(2);
-    shared.lock().release(released, Duration::from_secs(3600));
+    // 2 and 4 to 9 are not settled; 2 is released.
+    shared.lock().release(before.remove(2));
     assert_eq!(committed(&mut shared.lock()), [(2, SendMode::Immediate)]);
 
     assert_eq!(shared.add_records(vec![record(0, 7), record(0, 8)]), []);
@@ -257,14 +256,16 @@ fn with_a_limit_of_zero_only_revocations_are_handed_out() {
 }
 
 #[test]
-fn nothing_is_read_while_too_much_is_ready_or_held() {
+fn nothing_is_read_while_too_much_is_ready() {
     let mut full = read(0..MAX_READY as i64);
     assert_eq!(full.room(), 0);
     let (_, deliveries) = hand_out(&mut full);
     assert_eq!(full.room(), MAX_READY);
     for delivery in deliveries {
-        full.release(delivery, Duration::from_secs(60));
+        full.release(delivery);
     }
+    assert_eq!(full.room(), 0, "releases are ready, too");
+    hand_out(&mut full);
     assert!(full.room() > 0);
     full.phase = SourcePhase::Stopped;
     assert_eq!(full.room(), 0);
@@ -280,7 +281,8 @@ fn nothing_is_read_while_too_much_is_ready_or_held() {
 
 /// Makes this many messages of partition 0 count as unconfirmed dead letters.
 fn publishing(state: &mut SourceState, count: usize, bytes: usize) {
-    state.deliveries.set_publishing(count, bytes);
+    let unconfirmed = &mut state.deliveries.unconfirmed;
+    unconfirmed.set("t", 0, Backlog { count, bytes });
 }
 
 /// Partition 0, as a full one.
@@ -290,7 +292,7 @@ fn full_partition() -> Vec<(Arc<str>, i32)> {
 
 #[test]
 fn a_partition_that_is_full_of_dead_letters_is_not_read_but_others_are() {
-    for (count, bytes) in [(MAX_HELD, 0), (1, MAX_HELD_BYTES)] {
+    for (count, bytes) in [(MAX_UNCONFIRMED, 0), (1, MAX_UNCONFIRMED_BYTES)] {
         let mut state = read(0..1);
         publishing(&mut state, count, bytes);
         assert_eq!(
@@ -311,18 +313,18 @@ fn a_partition_that_is_full_of_dead_letters_is_not_read_but_others_are() {
 }
 
 #[test]
-fn a_partition_with_less_than_its_share_is_read_even_if_others_hold_much() {
+fn a_partition_with_less_than_its_share_is_read_even_if_others_have_many_dead_letters() {
     let mut state = read(0..1);
-    publishing(&mut state, MAX_HELD, 0);
+    publishing(&mut state, MAX_UNCONFIRMED, 0);
     assign(&mut state, 1, StartPosition::Unknown);
-    add_records(&mut state, 1, 0..MAX_HELD as i64 / 2);
+    add_records(&mut state, 1, 0..MAX_UNCONFIRMED as i64 / 2);
     let (_, deliveries) = hand_out(&mut state);
     let of_partition_1 = deliveries
         .into_iter()
         .filter(|it| it.receipt.partition == 1);
     for delivery in of_partition_1 {
         assert_eq!(state.full_partitions(), full_partition());
-        state.release(delivery, Duration::from_secs(60));
+        state.reject(&delivery);
     }
     assert_eq!(
         (state.room(), state.full_partitions().len()),
@@ -334,7 +336,7 @@ fn a_partition_with_less_than_its_share_is_read_even_if_others_hold_much() {
 #[test]
 fn a_partition_is_not_read_while_one_delivery_blocks_the_maximum_span() {
     let mut state = read(0..1);
-    let (_, mut first) = hand_out(&mut state);
+    let (_, first) = hand_out(&mut state);
     assign(&mut state, 1, StartPosition::Unknown);
     let settle_behind = |state: &mut SourceState, offsets: std::ops::Range<i64>| {
         let next_epoch = state.last_epoch + 1;
@@ -343,8 +345,6 @@ fn a_partition_is_not_read_while_one_delivery_blocks_the_maximum_span() {
             state.apply("t", 0, PartitionEvent::Settled(offset));
         }
     };
-    let receipt = Receipt { ..first[0].receipt };
-    state.release(first.remove(0), Duration::from_secs(60));
     settle_behind(&mut state, 1..MAX_SPAN as i64 - 1);
     assert_eq!(state.full_partitions(), []);
     settle_behind(&mut state, MAX_SPAN as i64 - 1..MAX_SPAN as i64);
@@ -353,35 +353,61 @@ fn a_partition_is_not_read_while_one_delivery_blocks_the_maximum_span() {
         (1_048_576, full_partition())
     );
     assert!(state.room() > 0, "partition 1 is read");
-    state.accept(&receipt);
+    state.accept(&first[0].receipt);
     assert_eq!(state.full_partitions(), []);
     let commits = committed(&mut state);
     assert_eq!(commits, [(MAX_SPAN as i64, SendMode::Immediate)]);
 }
 
+/// While the consumer's queue fills, mostly with deliveries of one partition, only the others are read
+/// and handed out.
 #[test]
-fn releases_count_by_size_until_they_are_handed_out_or_revoked() {
-    let mut large = record(0, 0);
-    large.body = vec![b'x'; MAX_HELD_BYTES / 2].into();
-    let mut state = assigned(StartPosition::Unknown);
-    state.add_records(vec![large, record(0, 1)]);
-    let (_, deliveries) = hand_out(&mut state);
-    for delivery in deliveries {
-        state.release(delivery, Duration::ZERO);
-    }
-    assert_eq!(held(&state).bytes, MAX_HELD_BYTES / 2 + 1);
-    assert!(state.room() > 0);
-    let (_, deliveries) = hand_out(&mut state);
-    assert_eq!((deliveries.len(), held(&state)), (2, Backlog::default()));
-    for delivery in deliveries {
-        state.release(delivery, Duration::from_secs(60));
-    }
-    revoke(&mut state);
-    assert_eq!(held(&state), Backlog::default());
+fn while_the_queue_fills_a_partition_with_more_than_its_share_waits() {
+    let mut state = read(0..10);
+    hand_out(&mut state);
+    state.queue_level = QueueLevel::High;
+    assert_eq!(state.full_partitions(), [], "there is no other partition");
+    assign(&mut state, 1, StartPosition::Unknown);
+    assert_eq!(state.full_partitions(), full_partition());
+    add_records(&mut state, 0, 10..MAX_READY as i64 + 10);
+    assert_eq!(state.room(), 0);
+    assert_eq!(hand_out(&mut state).1.len(), 0);
+    assert_eq!(state.room(), MAX_READY, "what is held back does not count");
+    let partition = state.status().remove(0);
+    assert_eq!(partition.handed_out, 10);
+
+    add_records(&mut state, 1, 0..20);
+    let of_partition_1 = hand_out(&mut state).1;
+    assert_eq!(positions(&of_partition_1), Vec::from_iter(0..20));
+    add_records(&mut state, 1, 20..22);
+    let partition_1 = vec![(Arc::from("t"), 1)];
+    assert_eq!(state.full_partitions(), partition_1);
+    let of_partition_0 = hand_out(&mut state).1;
+    assert_eq!(
+        positions(&of_partition_0),
+        Vec::from_iter(10..MAX_READY as i64 + 10),
+        "in order"
+    );
+    state.queue_level = QueueLevel::Low;
+    assert_eq!(state.full_partitions(), []);
+    assert_eq!(positions(&hand_out(&mut state).1), [20, 21]);
 }
 
-fn held(state: &SourceState) -> Backlog {
-    state.deliveries.held().total()
+#[test]
+fn deliveries_that_are_held_back_are_dropped_with_their_assignment() {
+    let mut state = read(0..10);
+    assign(&mut state, 1, StartPosition::Unknown);
+    hand_out(&mut state);
+    state.queue_level = QueueLevel::High;
+    add_records(&mut state, 0, 10..20);
+    assert_eq!(hand_out(&mut state).1.len(), 0);
+    revoke(&mut state);
+    state.queue_level = QueueLevel::Low;
+    assert_eq!(hand_out(&mut state).1.len(), 0);
+}
+
+fn unconfirmed(state: &SourceState) -> Backlog {
+    state.deliveries.unconfirmed.total()
 }
 
 #[test]
@@ -392,29 +418,29 @@ fn unconfirmed_dead_letters_count_by_size() {
         assert!(state.reject(delivery));
     }
     let expected = |count, bytes| (count, Backlog { count, bytes });
-    assert_eq!((state.publishing(), held(&state)), expected(2, 2));
+    assert_eq!((state.publishing(), unconfirmed(&state)), expected(2, 2));
     assert!(state.published(&deliveries[1]));
-    assert_eq!((state.publishing(), held(&state)), expected(1, 1));
+    assert_eq!((state.publishing(), unconfirmed(&state)), expected(1, 1));
     add_records(&mut state, 0, [2]);
     let one = Limit { count: 1, bytes: 1 };
     state.hand_out(one, 0, &mut Vec::new(), &mut Vec::new());
     assert_eq!(
-        (state.publishing(), held(&state)),
+        (state.publishing(), unconfirmed(&state)),
         expected(2, 2),
         "a body above the limit counts as a dead letter"
     );
-    let of_partition = state.deliveries.held().of(&Arc::from("t"), 0);
-    assert_eq!(of_partition, held(&state));
+    let of_partition = state.deliveries.unconfirmed.of(&Arc::from("t"), 0);
+    assert_eq!(of_partition, unconfirmed(&state));
 }
 
 /// Otherwise each rebalance would let the partition be read up to the limit again while its dead
 /// letters cannot be published.
 #[test]
-fn a_partition_that_is_assigned_again_still_holds_its_unconfirmed_dead_letters() {
+fn a_partition_that_is_assigned_again_still_has_its_unconfirmed_dead_letters() {
     let mut state = read(0..1);
-    add_records(&mut state, 0, 1..MAX_HELD as i64);
+    add_records(&mut state, 0, 1..MAX_UNCONFIRMED as i64);
     let (_, deliveries) = hand_out(&mut state);
-    assert_eq!(deliveries.len(), MAX_HELD);
+    assert_eq!(deliveries.len(), MAX_UNCONFIRMED);
     for delivery in &deliveries {
         assert_eq!(state.full_partitions(), []);
         assert!(state.reject(delivery));
@@ -422,7 +448,7 @@ fn a_partition_that_is_assigned_again_still_holds_its_unconfirmed_dead_letters()
     assert_eq!(state.full_partitions(), full_partition());
     let epoch = revoke(&mut state);
     state.forget(&[epoch]);
-    assert_eq!(held(&state).count, MAX_HELD);
+    assert_eq!(unconfirmed(&state).count, MAX_UNCONFIRMED);
     assign(&mut state, 0, StartPosition::Committed(0));
     assert_eq!(
         (state.room(), state.full_partitions()),
@@ -434,19 +460,20 @@ fn a_partition_that_is_assigned_again_still_holds_its_unconfirmed_dead_letters()
     for delivery in &deliveries[1..] {
         state.published(delivery);
     }
-    assert_eq!((state.publishing(), held(&state)), (0, Backlog::default()));
+    assert_eq!(
+        (state.publishing(), unconfirmed(&state)),
+        (0, Backlog::default())
+    );
 }
 
 #[test]
-fn a_release_is_handed_out_after_its_delay() {
+fn a_release_is_handed_out_again_at_once() {
     let mut state = read(0..2);
     let (_, mut deliveries) = hand_out(&mut state);
-    state.release(deliveries.remove(0), Duration::from_secs(60));
-    state.release(deliveries.remove(0), Duration::ZERO);
-    let (_, again) = hand_out(&mut state);
-    assert_eq!((positions(&again), again[0].failures), (vec![1], 0));
-    assert!(state.next_due().is_some_and(|due| due > Instant::now()));
+    state.release(deliveries.remove(0));
     assert_eq!(state.handed_out(&[1]), 1);
+    let (_, again) = hand_out(&mut state);
+    assert_eq!((positions(&again), again[0].failures), (vec![0], 0));
 }
 
 #[test]

@@ -523,8 +523,8 @@ pub(crate) async fn accept(
     .await;
 }
 
-pub(crate) async fn release(source: &mut KafkaSource, delivery: Delivery, after: Duration) {
-    let failures = delivery.failures + 1;
+pub(crate) async fn release(source: &mut KafkaSource, delivery: Delivery) {
+    let (after, failures) = (Duration::ZERO, delivery.failures + 1);
     settle(
         source,
         [(delivery, Settlement::Release { after, failures })],

@@ -107,8 +107,8 @@ async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothin
         &mut truncated_source,
         &truncated.topic,
         &mut received_again,
-        |offset| offset != TruncatedTopic::RELEASED,
-        TruncatedTopic::RELEASED,
+        |offset| offset != TruncatedTopic::UNSETTLED,
+        TruncatedTopic::UNSETTLED,
     )
     .await;
     // Longer than librdkafka waits before it commits stored offsets.
@@ -118,7 +118,7 @@ async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothin
             emptied.committed(0).await,
             truncated.topic.committed(0).await
         ),
-        (Some(0), Some(TruncatedTopic::RELEASED))
+        (Some(0), Some(TruncatedTopic::UNSETTLED))
     );
     settle_until(
         &mut emptied_source,
@@ -149,15 +149,15 @@ async fn open(topic: &Topic) -> KafkaSource {
     topic.open().await
 }
 
-/// A topic whose log is truncated: some messages are settled below and above the truncation, one is
-/// released, and the rest is in flight.
+/// A topic whose log is truncated: some messages are settled below and above the truncation, one
+/// never is, and the rest is in flight.
 struct TruncatedTopic {
     topic: Topic,
 }
 
 impl TruncatedTopic {
     const ALL: i64 = 20;
-    const RELEASED: i64 = 5;
+    const UNSETTLED: i64 = 5;
     const TRUNCATED_AT: i64 = 12;
     /// Fewer than were truncated, so that the log remains shorter than the read position.
     const NEW: usize = 4;
@@ -184,11 +184,11 @@ impl TruncatedTopic {
         for delivery in all {
             match offset(&delivery) {
                 0..5 | 8 | 15 => accept(source, [delivery]).await,
-                Self::RELEASED => release(source, delivery, Duration::from_secs(3600)).await,
+                Self::UNSETTLED => drop(delivery),
                 _ => held.push(delivery),
             }
         }
-        self.topic.await_commit(0, Self::RELEASED).await;
+        self.topic.await_commit(0, Self::UNSETTLED).await;
         held
     }
 
@@ -197,7 +197,7 @@ impl TruncatedTopic {
     async fn receive_again(&self, source: &mut KafkaSource) -> BTreeMap<i64, Delivery> {
         let received = receive_offsets(
             source,
-            Self::RELEASED..Self::TRUNCATED_AT + Self::NEW as i64,
+            Self::UNSETTLED..Self::TRUNCATED_AT + Self::NEW as i64,
         )
         .await;
         for (offset, delivery) in &received {

@@ -173,3 +173,54 @@ async fn ordered_by_key_a_message_waits_only_for_those_of_its_key() {
     );
     topic.await_commit(0, ALL as i64).await;
 }
+
+/// Fails all messages of partition 0, and counts the messages of each partition.
+#[derive(Clone)]
+struct FailsOnPartitionZero(watch::Sender<[usize; 2]>);
+
+impl Handler for FailsOnPartitionZero {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        let partition = usize::from(cx.id().contains("/1/"));
+        self.0.send_modify(|seen| seen[partition] += 1);
+        match partition {
+            0 => Err("not now").retry(),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// More messages of one partition wait for a retry than the queue holds.
+#[tokio::test(flavor = "multi_thread")]
+async fn retries_of_one_partition_do_not_stop_another() {
+    const QUEUED: usize = 200;
+    let topic = Topic::new(2).await;
+    topic.send_numbers(0, 50 * QUEUED).await;
+    let handler = FailsOnPartitionZero(watch::channel([0, 0]).0);
+    let mut seen = handler.0.subscribe();
+    let pause = Duration::from_secs(3600);
+    let consumer = Consumer::builder()
+        .source(topic.source())
+        .store(MemoryStore::new())
+        .id(IdSource::position())
+        .max_in_flight(32)
+        .max_queued(QUEUED)
+        .max_inline_retries(0)
+        .backoff(pause, pause)
+        .decode(RawBytes)
+        .handler(handler.clone());
+    let script = async {
+        drop(seen.wait_for(|seen| seen[0] >= QUEUED / 2).await);
+        // Until no more messages of partition 0 are read.
+        let mut before = 0;
+        while std::mem::replace(&mut before, seen.borrow_and_update()[0]) != before {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+        }
+        topic.send_numbers(1, 500).await;
+        drop(seen.wait_for(|seen| seen[1] == 500).await);
+    };
+    let run = tokio::time::timeout(BOUND, consumer.run_until(script)).await;
+    run.unwrap_or_else(|_| panic!("{:?} messages were handled", *handler.0.borrow()))
+        .expect("a clean end");
+}

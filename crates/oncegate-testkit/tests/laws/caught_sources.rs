@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use oncegate_core::lifecycle::{Reason, Settlement};
+use oncegate_core::source::{RetryDelays, SourceProperties};
 use oncegate_core::{
     Delivery, Incoming, Limit, MemoryBroker, MemorySource, Message, Receipt, Settled, Source,
     SourceError, async_trait,
@@ -13,7 +14,8 @@ use oncegate_testkit::laws::source::{self as law, Destination, TestQueue};
 
 use crate::memory_broker::Memory;
 
-/// The mistake of a source that otherwise behaves like that of the memory broker.
+/// The mistake of a source that otherwise behaves like that of the memory broker, and delays releases
+/// itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     None,
@@ -47,6 +49,8 @@ struct Mistaken {
     mistake: Mistake,
     open: Vec<Receipt>,
     stopped: Option<Instant>,
+    /// Releases, and when they are due.
+    delayed: Vec<(Instant, Settled)>,
 }
 
 #[async_trait]
@@ -60,6 +64,7 @@ impl TestQueue for Queue {
             mistake: self.mistake,
             open: Vec::new(),
             stopped: None,
+            delayed: Vec::new(),
         }
     }
 
@@ -105,7 +110,17 @@ impl Source for Mistaken {
             _ => limit,
         };
         let mut taken = Vec::new();
-        self.inner.receive(limit, &mut taken).await?;
+        loop {
+            self.release_due().await?;
+            let next_due = self.delayed.first().map(|(due, _)| *due);
+            let receiving = self.inner.receive(limit, &mut taken);
+            let Some(due) = next_due else {
+                break receiving.await?;
+            };
+            if let Ok(received) = tokio::time::timeout_at(due.into(), receiving).await {
+                break received?;
+            }
+        }
         if self.mistake == Mistake::LosesDeliveriesOfADroppedReceive {
             tokio::task::yield_now().await;
         }
@@ -117,14 +132,10 @@ impl Source for Mistaken {
                 Mistake::DropsHeaders => delivery.message.headers = Message::default().headers,
                 Mistake::DeliversTwice => self.broker.publish(delivery.message.clone()),
                 Mistake::AcceptsAtDelivery => {
-                    let settlement = Settlement::Release {
-                        after: Duration::from_secs(3600),
-                        failures: 0,
-                    };
                     self.inner
                         .settle(&mut vec![Settled {
                             delivery: copy(&delivery.receipt),
-                            settlement,
+                            settlement: law::accepted(),
                             failure_history: None,
                         }])
                         .await?;
@@ -138,10 +149,6 @@ impl Source for Mistaken {
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        let lost = || Settlement::Release {
-            after: Duration::from_secs(3600),
-            failures: 0,
-        };
         let left = match self.mistake {
             Mistake::LeavesTheLastUnsettled => settled.pop(),
             _ => None,
@@ -164,7 +171,7 @@ impl Source for Mistaken {
                 (Mistake::AcceptsAllBefore, accepted @ Settlement::Accept(_)) => {
                     let delivery = |receipt: &Receipt| Settled {
                         delivery: copy(receipt),
-                        settlement: lost(),
+                        settlement: law::accepted(),
                         failure_history: None,
                     };
                     let mut all: Vec<Settled> = self.open[..before].iter().map(delivery).collect();
@@ -186,7 +193,7 @@ impl Source for Mistaken {
                 (Mistake::LosesLongReleases, Settlement::Release { after, .. })
                     if after > Duration::from_secs(3) =>
                 {
-                    lost()
+                    law::accepted()
                 }
                 (Mistake::DropsTheFailureCount, Settlement::Release { after, .. }) => {
                     Settlement::Release { after, failures: 0 }
@@ -194,15 +201,20 @@ impl Source for Mistaken {
                 (Mistake::HasOneDestination, Settlement::Reject(_)) => {
                     Settlement::Reject(Reason::Refused)
                 }
-                (Mistake::RejectsOneInABatch, Settlement::Reject(_)) if !first => lost(),
-                (Mistake::SettlesABatchAsItsFirst, _) if !first => lost(),
+                (Mistake::RejectsOneInABatch, Settlement::Reject(_)) if !first => law::accepted(),
+                (Mistake::SettlesABatchAsItsFirst, _) if !first => law::accepted(),
                 (_, settlement) => settlement,
             };
             if self.mistake == Mistake::DropsTheFailureHistory {
                 it.failure_history = None;
             }
             first = false;
-            self.inner.settle(&mut vec![it]).await?;
+            match it.settlement {
+                Settlement::Release { after, .. } => {
+                    self.delayed.push((Instant::now() + after, it))
+                }
+                _ => self.inner.settle(&mut vec![it]).await?,
+            }
         }
         settled.extend(left);
         Ok(())
@@ -215,6 +227,27 @@ impl Source for Mistaken {
 
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
         Box::new(self.inner).close(deadline).await
+    }
+
+    fn properties(&self) -> SourceProperties {
+        let mut properties = SourceProperties::default();
+        properties.retry_delays = RetryDelays::InSource {
+            above: Duration::from_secs(1),
+            max_kept: usize::MAX,
+        };
+        properties
+    }
+}
+
+impl Mistaken {
+    /// Releases what is due.
+    async fn release_due(&mut self) -> Result<(), SourceError> {
+        self.delayed.sort_by_key(|(due, _)| *due);
+        let is_delayed = |(due, _): &(Instant, Settled)| *due > Instant::now();
+        let due = self.delayed.iter().position(is_delayed);
+        let due = self.delayed.drain(..due.unwrap_or(self.delayed.len()));
+        let mut settled = due.map(|(_, settled)| settled).collect();
+        self.inner.settle(&mut settled).await
     }
 }
 

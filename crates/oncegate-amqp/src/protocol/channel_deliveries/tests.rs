@@ -1,4 +1,4 @@
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use oncegate_core::lifecycle::DoubtCause;
 use oncegate_core::message::Message;
@@ -10,7 +10,7 @@ use crate::client::context::SourceContext;
 use crate::{RabbitMq, Topology};
 
 const EPOCH: u64 = 3;
-const FRAME_MAX: u32 = 131_072;
+const DELAY: Duration = Duration::from_secs(30);
 
 fn time() -> CurrentTime {
     CurrentTime {
@@ -54,10 +54,18 @@ fn release(after: Duration) -> Settlement {
     Settlement::Release { after, failures: 1 }
 }
 
+/// A release without a failed attempt.
+fn unfailed() -> Settlement {
+    Settlement::Release {
+        after: Duration::ZERO,
+        failures: 0,
+    }
+}
+
 /// A channel with deliveries 1, 2, …
 fn channel_with(count: u64, now: Instant) -> ChannelDeliveries {
     let mut channel = ChannelDeliveries::new(EPOCH, 64);
-    (1..=count).for_each(|tag| channel.delivered(tag, OriginalProperties::default(), now));
+    (1..=count).for_each(|tag| channel.delivered(tag, OriginalProperties::default(), 0, now));
     channel
 }
 
@@ -74,6 +82,7 @@ fn describe(action: SettleAction) -> String {
     match action {
         SettleAction::Nothing => "nothing".into(),
         SettleAction::Publish(copy) => copy.destination.to_string(),
+        SettleAction::Redeliver(_) => "redeliver".into(),
         SettleAction::IgnoreStale => "stale".into(),
         SettleAction::IgnoreRepeated => "repeated".into(),
     }
@@ -93,29 +102,17 @@ fn each_settlement_has_one_action() {
         (refused(), open, &by_queue, "nothing"),
         (in_doubt(), open, &declared, "orders.in-doubt"),
         (in_doubt(), open, &by_queue, "orders.in-doubt"),
-        (release(Duration::ZERO), open, &declared, "nothing"),
-        (release(Duration::ZERO), stopped, &declared, "nothing"),
-        (release(MAX_IN_MEMORY_DELAY), open, &declared, "nothing"),
+        (release(DELAY), open, &declared, "orders.delay.30000"),
         (
-            release(MAX_IN_MEMORY_DELAY),
+            release(Duration::ZERO),
             stopped,
             &declared,
-            "orders.delay.5000",
+            "orders.delay.1000",
         ),
+        (unfailed(), stopped, &declared, "nothing"),
+        (release(DELAY), open, &without_delay_queues, "redeliver"),
         (
-            release(MAX_IN_MEMORY_DELAY * 6),
-            open,
-            &declared,
-            "orders.delay.30000",
-        ),
-        (
-            release(MAX_IN_MEMORY_DELAY * 6),
-            open,
-            &without_delay_queues,
-            "nothing",
-        ),
-        (
-            release(MAX_IN_MEMORY_DELAY),
+            release(Duration::ZERO),
             stopped,
             &without_delay_queues,
             "nothing",
@@ -139,11 +136,11 @@ fn a_stale_or_repeated_settlement_changes_nothing() {
     assert_eq!(settle(EPOCH - 1, 1, accepted()), "stale");
     assert_eq!(settle(EPOCH, 1, accepted()), "nothing");
     let refused = Settlement::Reject(Reason::Refused);
-    for settlement in [accepted(), refused, release(MAX_IN_MEMORY_DELAY)] {
+    for settlement in [accepted(), refused, release(DELAY)] {
         assert_eq!(settle(EPOCH, 1, settlement), "repeated");
     }
     assert_eq!(settle(EPOCH, 9, accepted()), "repeated");
-    channel.confirmed(EPOCH - 1, 2, None);
+    channel.confirmed(EPOCH - 1, 2);
     assert_eq!(
         channel.flush(FlushMode::Immediate, time.now),
         frames(&[], Some(1), &[])
@@ -182,75 +179,20 @@ fn deliveries_behind_an_unsettled_one_are_acknowledged_singly_after_the_gap_time
     );
 }
 
-/// A channel with a delayed delivery 1, behind which so many were acknowledged singly that it moves.
-fn moving(settings: &SourceContext, time: CurrentTime) -> (ChannelDeliveries, MessageCopy) {
-    let mut channel = channel_with(1, time.now);
-    let settle = |channel: &mut ChannelDeliveries, tag, settlement| {
-        channel.settle(
-            settled(EPOCH, tag, settlement),
-            IntakeState::Open,
-            settings,
-            time,
-        )
-    };
-    settle(&mut channel, 1, release(Duration::from_millis(4_900)));
-    for tag in 2..2 + MAX_SINGLE_ACKS as u64 {
-        assert!(
-            channel
-                .move_blocking_delivery(settings, FRAME_MAX, time)
-                .is_none()
-        );
-        channel.delivered(tag, OriginalProperties::default(), time.now);
-        settle(&mut channel, tag, accepted());
-        assert_eq!(
-            channel.flush(FlushMode::Immediate, time.now),
-            frames(&[], None, &[tag])
-        );
-    }
-    let copy = channel.move_blocking_delivery(settings, FRAME_MAX, time);
-    (channel, copy.expect("the delivery moves"))
-}
-
-#[test]
-fn a_delivery_that_blocks_acknowledgements_moves_and_its_confirm_settles_it() {
-    let (settings, time) = (settings(|source| source), time());
-    let (mut channel, copy) = moving(&settings, time);
-    assert_eq!(
-        (copy.destination.as_str(), copy.tag),
-        ("orders.delay.5000", 1)
-    );
-    channel.confirmed(EPOCH, copy.tag, copy.cancellation.as_ref());
-    assert_eq!(
-        channel.flush(FlushMode::Batched, time.now),
-        frames(&[], Some(1), &[])
-    );
-    assert_eq!((channel.unacked(), channel.next_due()), (0, None));
-}
-
-#[test]
-fn a_late_confirm_of_a_cancelled_move_settles_nothing() {
-    let (settings, time) = (settings(|source| source), time());
-    let (mut channel, copy) = moving(&settings, time);
-    let due = channel.next_due().expect("it waits in memory, too");
-    assert_eq!(channel.take_due(due).len(), 1);
-    channel.confirmed(EPOCH, copy.tag, copy.cancellation.as_ref());
-    assert_eq!(
-        (channel.flush(FlushMode::Immediate, due), channel.unacked()),
-        (None, 1)
-    );
-    assert_eq!(channel.take_failed_tags(), [] as [u64; 0]);
-}
-
 #[test]
 fn failed_deliveries_are_rejected_when_the_channel_closes() {
     let (settings, time) = (settings(|source| source.topology(Topology::Trust)), time());
     let mut channel = channel_with(3, time.now);
-    for (tag, seconds) in [(3, 1), (1, 60)] {
-        let released = settled(EPOCH, tag, release(Duration::from_secs(seconds)));
-        channel.settle(released, IntakeState::Open, &settings, time);
+    for (tag, settlement) in [
+        (3, release(Duration::ZERO)),
+        (2, unfailed()),
+        (1, release(Duration::ZERO)),
+    ] {
+        let released = settled(EPOCH, tag, settlement);
+        channel.settle(released, IntakeState::Stopped, &settings, time);
     }
     assert_eq!(channel.take_failed_tags(), [3, 1]);
-    assert_eq!((channel.unacked(), channel.next_due()), (1, None));
+    assert_eq!(channel.unacked(), 1);
 }
 
 /// The unacknowledged deliveries at the broker. Like RabbitMQ it refuses an unknown tag.
@@ -289,7 +231,7 @@ impl SettlingBroker {
 
 #[test]
 fn in_any_history_exactly_the_settled_deliveries_are_acknowledged_once() {
-    let by_queue = settings(|source| source.rejects(Rejects::ByQueue));
+    let by_queue = settings(|source| source.rejects(Rejects::ByQueue).topology(Topology::Check));
     let published = settings(|source| source);
     for seed in 0..300 {
         let mut random = fastrand::Rng::with_seed(seed);
@@ -297,13 +239,13 @@ fn in_any_history_exactly_the_settled_deliveries_are_acknowledged_once() {
         let (mut channel, mut broker) =
             (ChannelDeliveries::new(EPOCH, 64), SettlingBroker::default());
         let (mut time, mut next_tag) = (time(), 1);
-        let (mut handled, mut copies) = (Vec::new(), BTreeMap::new());
+        let (mut handled, mut copies) = (Vec::new(), BTreeSet::new());
         for step in 0..600 {
             // Towards the end nothing new arrives, and everything is settled.
             let is_ending = step > 500;
             match random.u8(..10) {
                 0..3 if channel.has_room() && !is_ending => {
-                    channel.delivered(next_tag, OriginalProperties::default(), time.now);
+                    channel.delivered(next_tag, OriginalProperties::default(), 0, time.now);
                     broker.unacked.insert(next_tag);
                     handled.push(next_tag);
                     next_tag += 1;
@@ -321,25 +263,21 @@ fn in_any_history_exactly_the_settled_deliveries_are_acknowledged_once() {
                     );
                     let settled = settled(EPOCH, tag, settlement);
                     match channel.settle(settled, IntakeState::Open, settings, time) {
-                        SettleAction::Publish(copy) => drop(copies.insert(tag, *copy)),
+                        SettleAction::Publish(_) => drop(copies.insert(tag)),
                         SettleAction::Nothing if accepts => drop(broker.removable.insert(tag)),
                         SettleAction::Nothing if rejects => drop(broker.rejected.insert(tag)),
-                        SettleAction::Nothing => {}
+                        SettleAction::Redeliver(_) => handled.push(tag),
                         ignored => panic!("seed {seed}: {}", describe(ignored)),
                     }
                 }
                 7 => {
-                    if let Some((tag, copy)) = copies.pop_first() {
+                    if let Some(tag) = copies.pop_first() {
                         broker.removable.insert(tag);
-                        channel.confirmed(EPOCH, tag, copy.cancellation.as_ref());
+                        channel.confirmed(EPOCH, tag);
                     }
-                    channel.confirmed(EPOCH + 1, random.u64(..next_tag), None);
+                    channel.confirmed(EPOCH + 1, random.u64(..next_tag));
                 }
-                8 => {
-                    time = after(time, Duration::from_millis(random.u64(..700)));
-                    let due = channel.take_due(time.now).into_iter();
-                    handled.extend(due.map(|delivery| delivery.receipt.position));
-                }
+                8 => time = after(time, Duration::from_millis(random.u64(..700))),
                 _ => {
                     let mode = if random.bool() {
                         FlushMode::Batched
@@ -354,13 +292,6 @@ fn in_any_history_exactly_the_settled_deliveries_are_acknowledged_once() {
             }
             assert!(broker.unacked.len() <= 64 && channel.unacked() <= broker.unacked.len());
         }
-        time = after(time, Duration::from_secs(60));
-        handled.extend(
-            channel
-                .take_due(time.now)
-                .iter()
-                .map(|due| due.receipt.position),
-        );
         for tag in handled {
             broker.removable.insert(tag);
             channel.settle(
@@ -370,9 +301,9 @@ fn in_any_history_exactly_the_settled_deliveries_are_acknowledged_once() {
                 time,
             );
         }
-        for (tag, copy) in copies {
+        for tag in copies {
             broker.removable.insert(tag);
-            channel.confirmed(EPOCH, tag, copy.cancellation.as_ref());
+            channel.confirmed(EPOCH, tag);
         }
         channel
             .flush(FlushMode::Immediate, time.now)

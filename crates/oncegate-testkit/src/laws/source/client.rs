@@ -6,6 +6,7 @@ use oncegate_core::lifecycle::{
     self, Action, ClaimTries, Event, Freshness, History, Policy, Settlement, Stage,
 };
 use oncegate_core::marker::Verdict;
+use oncegate_core::source::RetryDelays;
 use oncegate_core::{
     Delivery, FailureHistory, Guarantee, Incoming, Limit, Message, Outage, Settled, Source,
 };
@@ -24,6 +25,14 @@ pub(super) struct SourceClient<S>(pub(super) Box<S>, Duration);
 impl<S: Source + 'static> SourceClient<S> {
     pub(super) async fn of(queue: &impl TestQueue<Source = S>) -> Self {
         Self(Box::new(queue.source().await), queue.step_timeout())
+    }
+
+    /// The delay of a release; zero if the source leaves delays to the consumer.
+    pub(super) fn delay(&self, millis: u64) -> Duration {
+        match self.0.properties().retry_delays {
+            RetryDelays::InConsumer { .. } => Duration::ZERO,
+            RetryDelays::InSource { .. } => Duration::from_millis(millis),
+        }
     }
 
     /// Receives exactly this many deliveries.

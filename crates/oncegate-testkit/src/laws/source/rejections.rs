@@ -122,11 +122,11 @@ pub async fn many_rejections_at_once_all_arrive(queue: impl TestQueue) {
 pub async fn settlements_in_one_batch_are_independent(queue: impl TestQueue) {
     publish_numbers(&queue, 60).await;
     let mut client = SourceClient::of(&queue).await;
-    let all = client.receive(60).await;
+    let (all, delay) = (client.receive(60).await, client.delay(300));
     let settled = all.into_iter().enumerate().map(|(number, delivery)| {
         let settlement = match number % 3 {
             0 => accepted(),
-            1 => released(Duration::from_millis(300), 1),
+            1 => released(delay, 1),
             _ => Settlement::Reject(Reason::Unreadable),
         };
         (delivery, settlement)

@@ -1,5 +1,4 @@
-//! Counts the held messages: those in memory that wait for their delay or for the confirm of their
-//! dead letter.
+//! Counts the rejected messages whose dead letter is not confirmed yet.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -26,20 +25,19 @@ impl Backlog {
     }
 }
 
-/// The messages that are released and wait for their delay, or that are being published to
-/// dead-letter topics: in total and for each partition.
+/// The messages that are being published to dead-letter topics: in total and for each partition.
 ///
-/// A message counts from its release or rejection until it is handed out again, dropped, or its
-/// dead letter is confirmed, however often publishing fails. It counts for its partition, not for
-/// an assignment: a partition that is assigned again still holds its unconfirmed dead letters.
+/// A message counts from its rejection until its dead letter is confirmed, however often publishing
+/// fails. It counts for its partition, not for an assignment: a partition that is assigned again
+/// still has its unconfirmed dead letters.
 #[derive(Debug, Default)]
-pub(super) struct HeldMessages {
+pub(super) struct UnconfirmedDeadLetters {
     total: Backlog,
     by_partition: HashMap<(Arc<str>, u32), Backlog>,
 }
 
-impl HeldMessages {
-    /// Counts a delivery that was released or rejected.
+impl UnconfirmedDeadLetters {
+    /// Counts a rejected delivery.
     pub(super) fn add(&mut self, delivery: &Delivery) {
         let bytes = delivery.message.size();
         self.total.add(bytes);
@@ -49,14 +47,13 @@ impl HeldMessages {
             .add(bytes);
     }
 
-    /// Stops counting a delivery that was handed out again or dropped, or whose dead letter is
-    /// confirmed.
+    /// Stops counting a delivery whose dead letter is confirmed.
     pub(super) fn remove(&mut self, delivery: &Delivery) {
         let (bytes, partition) = (delivery.message.size(), partition_of(delivery));
         self.total.remove(bytes);
-        if let Some(held) = self.by_partition.get_mut(&partition) {
-            held.remove(bytes);
-            if held.count == 0 {
+        if let Some(backlog) = self.by_partition.get_mut(&partition) {
+            backlog.remove(bytes);
+            if backlog.count == 0 {
                 self.by_partition.remove(&partition);
             }
         }
@@ -64,16 +61,16 @@ impl HeldMessages {
 
     /// Replaces all counts by this backlog of one partition.
     #[cfg(test)]
-    pub(super) fn set(&mut self, topic: &str, partition: u32, held: Backlog) {
-        self.total = held;
-        self.by_partition = HashMap::from([((Arc::from(topic), partition), held)]);
+    pub(super) fn set(&mut self, topic: &str, partition: u32, backlog: Backlog) {
+        self.total = backlog;
+        self.by_partition = HashMap::from([((Arc::from(topic), partition), backlog)]);
     }
 
     pub(super) fn total(&self) -> Backlog {
         self.total
     }
 
-    /// The held messages of one partition, of all its assignments.
+    /// Those of one partition, of all its assignments.
     pub(super) fn of(&self, topic: &Arc<str>, partition: i32) -> Backlog {
         u32::try_from(partition)
             .ok()
