@@ -254,6 +254,7 @@ impl PartitionView {
                 holder: match blocked_by {
                     BlockedBy::Queue => "queue",
                     BlockedBy::Consumer => "consumer",
+                    BlockedBy::DeadLetter => "dead-letter",
                     _ => "unknown",
                 },
             },

@@ -107,9 +107,11 @@ pub struct Blocker {
 pub enum BlockedBy {
     /// It was read, and the consumer has not taken it yet.
     Queue,
-    /// The consumer has it: it waits for its key, its claim, its handler or its next attempt, or its
-    /// dead letter is not confirmed yet.
+    /// The consumer has it: it waits for its key, its claim, its handler or its next attempt.
     Consumer,
+    /// It was rejected, and its dead letter or in-doubt message is not confirmed yet. The log names
+    /// the topic and the error if it cannot be published.
+    DeadLetter,
 }
 
 /// One line: `payments/3: committable 1042, lag 17, blocked by 1042 for 12s (Consumer)`.

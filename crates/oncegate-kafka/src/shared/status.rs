@@ -69,9 +69,13 @@ impl SourceState {
         let (partition, log_end) = (&assigned.partition, assigned.log_end);
         let epoch = partition.epoch();
         let blocker = partition.blocked_by().map(|(offset, since)| {
-            let blocked_by = match self.deliveries.is_ready(epoch, offset) {
-                true => BlockedBy::Queue,
-                false => BlockedBy::Consumer,
+            let unconfirmed = &self.deliveries.unconfirmed;
+            let blocked_by = if self.deliveries.is_ready(epoch, offset) {
+                BlockedBy::Queue
+            } else if unconfirmed.contains(&assigned.topic, assigned.number, offset) {
+                BlockedBy::DeadLetter
+            } else {
+                BlockedBy::Consumer
             };
             let since = since.map_or(Duration::ZERO, |since| since.elapsed());
             Blocker {

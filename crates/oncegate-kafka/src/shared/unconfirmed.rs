@@ -1,6 +1,7 @@
 //! Counts the rejected messages whose dead letter is not confirmed yet.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use oncegate_core::Delivery;
@@ -33,7 +34,16 @@ impl Backlog {
 #[derive(Debug, Default)]
 pub(super) struct UnconfirmedDeadLetters {
     total: Backlog,
-    by_partition: HashMap<(Arc<str>, u32), Backlog>,
+    by_partition: HashMap<(Arc<str>, u32), PartitionBacklog>,
+}
+
+/// Those of one partition, of all its assignments.
+#[derive(Debug, Default)]
+struct PartitionBacklog {
+    backlog: Backlog,
+    /// How many dead letters of each offset are not confirmed: after a rebalance a message may be
+    /// rejected again before that.
+    offsets: HashMap<u64, usize>,
 }
 
 impl UnconfirmedDeadLetters {
@@ -41,20 +51,25 @@ impl UnconfirmedDeadLetters {
     pub(super) fn add(&mut self, delivery: &Delivery) {
         let bytes = delivery.message.size();
         self.total.add(bytes);
-        self.by_partition
-            .entry(partition_of(delivery))
-            .or_default()
-            .add(bytes);
+        let own = self.by_partition.entry(partition_of(delivery)).or_default();
+        own.backlog.add(bytes);
+        *own.offsets.entry(delivery.receipt.position).or_default() += 1;
     }
 
     /// Stops counting a delivery whose dead letter is confirmed.
     pub(super) fn remove(&mut self, delivery: &Delivery) {
         let (bytes, partition) = (delivery.message.size(), partition_of(delivery));
         self.total.remove(bytes);
-        if let Some(backlog) = self.by_partition.get_mut(&partition) {
-            backlog.remove(bytes);
-            if backlog.count == 0 {
+        if let Some(own) = self.by_partition.get_mut(&partition) {
+            own.backlog.remove(bytes);
+            if own.backlog.count == 0 {
                 self.by_partition.remove(&partition);
+            } else if let Entry::Occupied(mut count) = own.offsets.entry(delivery.receipt.position)
+            {
+                *count.get_mut() -= 1;
+                if *count.get() == 0 {
+                    count.remove();
+                }
             }
         }
     }
@@ -63,7 +78,11 @@ impl UnconfirmedDeadLetters {
     #[cfg(test)]
     pub(super) fn set(&mut self, topic: &str, partition: u32, backlog: Backlog) {
         self.total = backlog;
-        self.by_partition = HashMap::from([((Arc::from(topic), partition), backlog)]);
+        let own = PartitionBacklog {
+            backlog,
+            offsets: HashMap::new(),
+        };
+        self.by_partition = HashMap::from([((Arc::from(topic), partition), own)]);
     }
 
     pub(super) fn total(&self) -> Backlog {
@@ -72,11 +91,21 @@ impl UnconfirmedDeadLetters {
 
     /// Those of one partition, of all its assignments.
     pub(super) fn of(&self, topic: &Arc<str>, partition: i32) -> Backlog {
-        u32::try_from(partition)
-            .ok()
-            .and_then(|partition| self.by_partition.get(&(topic.clone(), partition)))
-            .copied()
-            .unwrap_or_default()
+        self.partition(topic, partition)
+            .map_or_else(Backlog::default, |own| own.backlog)
+    }
+
+    /// Whether the dead letter of this message is not confirmed.
+    pub(super) fn contains(&self, topic: &Arc<str>, partition: i32, offset: i64) -> bool {
+        let offset = u64::try_from(offset).ok();
+        self.partition(topic, partition)
+            .zip(offset)
+            .is_some_and(|(own, offset)| own.offsets.contains_key(&offset))
+    }
+
+    fn partition(&self, topic: &Arc<str>, partition: i32) -> Option<&PartitionBacklog> {
+        let partition = u32::try_from(partition).ok()?;
+        self.by_partition.get(&(topic.clone(), partition))
     }
 }
 

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::source::{Connect, ConnectOptions};
+use oncegate_kafka::{BlockedBy, KafkaStatus};
 use rdkafka::Message;
 use rdkafka::message::{Header, OwnedHeaders};
 
@@ -225,20 +226,29 @@ async fn an_unconfirmed_dead_letter_blocks_its_offset_and_nothing_else() {
     // A compacted topic rejects messages without a key.
     let topic = Topic::with_dead_letters(&[("cleanup.policy", "compact")]).await;
     topic.send_numbers(0, 3).await;
-    let open = async || {
+    let status = KafkaStatus::new();
+    let open = async |status: KafkaStatus| {
         topic
             .source()
             .accept_limited_retention()
+            .status(status)
             .connect(ConnectOptions::default())
             .await
             .expect("a source")
     };
-    let mut source = open().await;
+    let mut source = open(status.clone()).await;
     let mut deliveries = receive(&mut source, 3).await;
     accept(&mut source, deliveries.drain(..1)).await;
+    let blocker = || {
+        let partitions = status.partitions();
+        let blocker = partitions.into_iter().find_map(|it| it.blocker);
+        blocker.map(|it| (it.offset, it.blocked_by))
+    };
+    assert_eq!(blocker(), Some((1, BlockedBy::Consumer)));
     reject(&mut source, deliveries.remove(0), Reason::Refused).await;
     accept(&mut source, deliveries).await;
     topic.await_commit(0, 1).await;
+    assert_eq!(blocker(), Some((1, BlockedBy::DeadLetter)));
     topic.send_numbers(0, 1).await;
     let next = receive(&mut source, 1).await;
     assert_eq!(offsets(&next), [3]);
@@ -252,7 +262,7 @@ async fn an_unconfirmed_dead_letter_blocks_its_offset_and_nothing_else() {
     );
     assert_eq!(topic.committed(0).await, Some(1));
 
-    let mut source = open().await;
+    let mut source = open(KafkaStatus::new()).await;
     assert_eq!(offsets(&receive(&mut source, 3).await), [1, 2, 3]);
     close(source).await;
 }
