@@ -64,9 +64,9 @@ impl SourceState {
     }
 
     /// Whether the partition has [`MAX_SPAN`] messages from its lowest unsettled one on, or is
-    /// [crowded](Self::crowded), or the source has [`MAX_UNCONFIRMED`]
-    /// dead letters (or [`MAX_UNCONFIRMED_BYTES`]) and the partition has its share of them. A
-    /// partition with fewer is read, so that none waits for the dead letters of another.
+    /// [crowded](Self::crowded), or the source has [`MAX_UNCONFIRMED`] dead letters (or
+    /// [`MAX_UNCONFIRMED_BYTES`]) and the partition has its share of them. A partition with fewer is
+    /// read, so that none waits for the dead letters of another.
     ///
     /// The assigned partitions have at most twice the limit, plus the messages that were read or
     /// fetched before they became full: `MAX_READY` messages of `deliveries`, and for each partition
