@@ -91,7 +91,7 @@ async fn killed_in_a_handler_is_lost_bare(broker: Broker) {
 /// second consumer receives all messages as soon as the first is killed.
 #[tokio::test(flavor = "multi_thread")]
 async fn on_rabbitmq_what_a_killed_consumer_held_runs_again_within_two_leases() {
-    const LEASE: Duration = Duration::from_secs(6);
+    const LEASE: Duration = Duration::from_secs(12); // longer than the consumer waits itself
     const HELD: usize = 40;
     let world = World::new(Broker::RabbitMq).await;
     let consumer = || {
