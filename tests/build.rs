@@ -16,7 +16,7 @@ const SAMPLES: [&str; 5] = [
 const REPLACED: [(&str, &str); 13] = [
     (
         r#".brokers("localhost:9092")"#,
-        r#".brokers(&crate::variable("ONCEGATE_KAFKA")).create_topics(crate::ONE_BROKER)"#,
+        r#".brokers(crate::variable("ONCEGATE_KAFKA")).create_topics(crate::ONE_BROKER)"#,
     ),
     (
         r#""amqp://guest:guest@localhost:5672/%2f""#,
@@ -24,7 +24,7 @@ const REPLACED: [(&str, &str); 13] = [
     ),
     (
         r#""redis://localhost:6379""#,
-        r#"&crate::variable("ONCEGATE_REDIS")"#,
+        r#"crate::variable("ONCEGATE_REDIS")"#,
     ),
     (
         r#"Kafka::topic("payments")"#,
