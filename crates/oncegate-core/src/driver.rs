@@ -88,8 +88,8 @@ impl LifecycleDriver {
         self.draining = true;
     }
 
-    /// Resets a delivery that waits for a retry to the stage of one that was just received. Its next claim has a new
-    /// token.
+    /// Resets a delivery that waits for a retry to the stage of one that was just received. Its next
+    /// claim has a new token.
     pub fn restart(&mut self, history: History) {
         self.stage = Stage::New(history);
     }

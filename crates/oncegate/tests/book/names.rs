@@ -1,5 +1,5 @@
 //! Types have different names, unless they are the same idea in several crates. Reads the `src` and
-//! `examples` of each crate in `crates`, and `examples/payments/src`.
+//! `examples` of each crate in `crates`, the demo, the benchmark and the development commands.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -22,6 +22,10 @@ const SHARED: &[(&str, &[&str])] = &[
         &["DeadLetter", "Destination"],
     ),
     ("the error type of each crate", &["Error"]),
+    (
+        "the command line of each program and of each of its commands",
+        &["Arguments", "Command"],
+    ),
     (
         "each example is a program of its own",
         &["Charge", "Payment", "Print", "Shelf", "Stock"],
@@ -95,7 +99,14 @@ fn types_with_the_same_name_are_listed_as_the_same_idea() {
             }
         }
     }
-    rust_files(&root().join("examples/payments/src"), &mut files);
+    for program in [
+        "examples/payments/src",
+        "benches/src",
+        "benches/instructions/src",
+        "xtask/src",
+    ] {
+        rust_files(&root().join(program), &mut files);
+    }
     files.sort();
     let sources: Vec<String> = files.iter().map(|path| read(path)).collect();
     let mut by_name: BTreeMap<&str, Vec<String>> = BTreeMap::new();
