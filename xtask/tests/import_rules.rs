@@ -38,7 +38,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "oncegate-testkit",
         ],
     ),
-    ("oncegate-tests", &["oncegate", "oncegate-testkit"]),
+    (
+        "oncegate-tests",
+        &["oncegate", "oncegate-admin", "oncegate-testkit"],
+    ),
     ("oncegate-chaos", &["oncegate", "oncegate-testkit"]),
     (
         "oncegate-fuzzed",
