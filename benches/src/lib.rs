@@ -18,4 +18,4 @@ pub mod stage;
 pub mod suites;
 
 /// The result of a part of a benchmark. An error ends the whole run; nothing is retried.
-pub type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+pub type BenchResult<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;

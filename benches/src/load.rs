@@ -19,7 +19,7 @@ use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedPr
 use rdkafka::types::RDKafkaErrorCode;
 use tokio::runtime::Runtime;
 
-use crate::Outcome;
+use crate::BenchResult;
 use crate::side::{Id, operation};
 
 /// The time limit of a flush, a transaction or a store operation.
@@ -77,7 +77,7 @@ impl BenchTopic {
     ///
     /// # Errors
     /// The error of the broker.
-    pub async fn create(&self, brokers: &str) -> Outcome<()> {
+    pub async fn create(&self, brokers: &str) -> BenchResult<()> {
         let admin: AdminClient<_> = ClientConfig::new()
             .set("bootstrap.servers", brokers)
             .create()?;
@@ -105,7 +105,7 @@ impl BenchTopic {
     ///
     /// # Errors
     /// The error of the broker.
-    pub async fn fill(&self, brokers: &str) -> Outcome<()> {
+    pub async fn fill(&self, brokers: &str) -> BenchResult<()> {
         self.create(brokers).await?;
         self.send_all(&KafkaSender::new(brokers, &self.name, "20")?)
     }
@@ -115,14 +115,14 @@ impl BenchTopic {
     ///
     /// # Errors
     /// The error of the broker.
-    pub async fn fill_held_back(&self, brokers: &str) -> Outcome<UncommittedTopic> {
+    pub async fn fill_held_back(&self, brokers: &str) -> BenchResult<UncommittedTopic> {
         self.create(brokers).await?;
         let sender = KafkaSender::in_transaction(brokers, &self.name)?;
         self.send_all(&sender)?;
         Ok(UncommittedTopic(sender))
     }
 
-    fn send_all(&self, sender: &KafkaSender) -> Outcome<()> {
+    fn send_all(&self, sender: &KafkaSender) -> BenchResult<()> {
         let body = vec![b'x'; self.body];
         for number in 0..self.messages {
             match self.id {
@@ -145,7 +145,7 @@ impl UncommittedTopic {
     ///
     /// # Errors
     /// The error of the broker.
-    pub fn commit(self) -> Outcome<()> {
+    pub fn commit(self) -> BenchResult<()> {
         Ok(self.0.0.commit_transaction(REQUEST_TIMEOUT)?)
     }
 }
@@ -158,7 +158,7 @@ impl KafkaSender {
     ///
     /// # Errors
     /// The error of librdkafka.
-    pub fn new(brokers: &str, topic: &str, linger: &str) -> Outcome<Self> {
+    pub fn new(brokers: &str, topic: &str, linger: &str) -> BenchResult<Self> {
         let mut config = ClientConfig::new();
         config
             .set("bootstrap.servers", brokers)
@@ -171,7 +171,7 @@ impl KafkaSender {
     ///
     /// # Errors
     /// The error of librdkafka.
-    fn in_transaction(brokers: &str, topic: &str) -> Outcome<Self> {
+    fn in_transaction(brokers: &str, topic: &str) -> BenchResult<Self> {
         let mut config = ClientConfig::new();
         config
             .set("bootstrap.servers", brokers)
@@ -190,7 +190,7 @@ impl KafkaSender {
     ///
     /// # Errors
     /// As [`send`](Self::send).
-    fn send_to(&self, partition: i32, id: &str, body: &[u8]) -> Outcome<()> {
+    fn send_to(&self, partition: i32, id: &str, body: &[u8]) -> BenchResult<()> {
         let headers = OwnedHeaders::new().insert(Header {
             key: "id",
             value: Some(id),
@@ -207,7 +207,7 @@ impl KafkaSender {
     ///
     /// # Errors
     /// The error of librdkafka. Waits while its queue is full.
-    pub fn send(&self, id: &str, body: &[u8]) -> Outcome<()> {
+    pub fn send(&self, id: &str, body: &[u8]) -> BenchResult<()> {
         let headers = OwnedHeaders::new().insert(Header {
             key: "id",
             value: Some(id),
@@ -223,14 +223,14 @@ impl KafkaSender {
     ///
     /// # Errors
     /// As [`send`](Self::send).
-    pub fn send_keyed(&self, id: &str, body: &[u8]) -> Outcome<()> {
+    pub fn send_keyed(&self, id: &str, body: &[u8]) -> BenchResult<()> {
         self.send_record(BaseRecord::to(&self.1).payload(body).key(id))
     }
 
     fn send_record<K: rdkafka::message::ToBytes + ?Sized>(
         &self,
         mut record: BaseRecord<'_, K, [u8]>,
-    ) -> Outcome<()> {
+    ) -> BenchResult<()> {
         loop {
             match self.0.send(record) {
                 Ok(()) => return Ok(()),
@@ -292,7 +292,7 @@ impl BenchQueue {
     ///
     /// # Errors
     /// The error of the broker.
-    pub async fn fill(&self, url: &str) -> Outcome<()> {
+    pub async fn fill(&self, url: &str) -> BenchResult<()> {
         let (connection, channel) = open(url).await?;
         let mut arguments = FieldTable::default();
         arguments.insert(
@@ -327,7 +327,7 @@ impl BenchQueue {
     ///
     /// # Errors
     /// The error of the broker.
-    pub async fn delete(&self, url: &str) -> Outcome<()> {
+    pub async fn delete(&self, url: &str) -> BenchResult<()> {
         let (connection, channel) = open(url).await?;
         channel
             .queue_delete(self.name.as_str().into(), QueueDeleteOptions::default())
@@ -337,7 +337,7 @@ impl BenchQueue {
     }
 }
 
-async fn open(url: &str) -> Outcome<(Connection, Channel)> {
+async fn open(url: &str) -> BenchResult<(Connection, Channel)> {
     let connection = Connection::connect(url, ConnectionProperties::default()).await?;
     let channel = connection.create_channel().await?;
     Ok((connection, channel))
@@ -349,7 +349,7 @@ async fn publish(
     persistence: MessagePersistence,
     id: &str,
     body: &[u8],
-) -> Outcome<lapin::PublisherConfirm> {
+) -> BenchResult<lapin::PublisherConfirm> {
     let mode = match persistence {
         MessagePersistence::OnDisk => 2,
         MessagePersistence::InMemory => 1,
@@ -381,7 +381,7 @@ impl RabbitSender {
     ///
     /// # Errors
     /// The error of the broker.
-    pub fn open(url: &str, queue: &str) -> Outcome<Self> {
+    pub fn open(url: &str, queue: &str) -> BenchResult<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -399,7 +399,7 @@ impl RabbitSender {
     ///
     /// # Errors
     /// The error of the broker.
-    pub fn send(&mut self, id: &str, body: &[u8]) -> Outcome<()> {
+    pub fn send(&mut self, id: &str, body: &[u8]) -> BenchResult<()> {
         self.runtime
             .block_on(publish(
                 &self.channel,
@@ -419,7 +419,7 @@ const BATCH: usize = 256;
 ///
 /// # Errors
 /// The error of the store.
-pub async fn fill_redis(url: &str, markers: usize) -> Outcome<()> {
+pub async fn fill_redis(url: &str, markers: usize) -> BenchResult<()> {
     let store = Redis::at(url).prefix("old:").timeout(REQUEST_TIMEOUT);
     for first in (0..markers).step_by(BATCH) {
         let batch: Vec<_> = (first..markers.min(first + BATCH))
@@ -438,7 +438,7 @@ pub async fn fill_redis(url: &str, markers: usize) -> Outcome<()> {
 ///
 /// # Errors
 /// The error of the server.
-pub async fn finish_redis_rehashing(server: &RedisServer, markers: usize) -> Outcome<()> {
+pub async fn finish_redis_rehashing(server: &RedisServer, markers: usize) -> BenchResult<()> {
     let store = Redis::at(server.url())
         .prefix("old:")
         .timeout(REQUEST_TIMEOUT);
@@ -468,7 +468,7 @@ pub async fn finish_redis_rehashing(server: &RedisServer, markers: usize) -> Out
 ///
 /// # Errors
 /// The error of the server.
-pub async fn clear_redis(url: &str, prefix: &str, messages: usize) -> Outcome<()> {
+pub async fn clear_redis(url: &str, prefix: &str, messages: usize) -> BenchResult<()> {
     let mut connection = redis::Client::open(url)?
         .get_multiplexed_async_connection()
         .await?;

@@ -12,7 +12,7 @@ use oncegate_bench::report::BenchReport;
 use oncegate_bench::side::{SIDE, Task};
 use oncegate_bench::stage::BenchServers;
 use oncegate_bench::suites::{Extent, Suite};
-use oncegate_bench::{Outcome, plot, profile};
+use oncegate_bench::{BenchResult, plot, profile};
 
 /// Compares oncegate with the plain clients in alternating runs on its own servers; prints tables
 /// and ratios, and writes target/bench/<run>.json.
@@ -55,7 +55,7 @@ fn main() -> ExitCode {
 }
 
 /// Runs one side of a comparison; the argument is its task as JSON.
-fn side(arguments_text: &[String]) -> Outcome<()> {
+fn side(arguments_text: &[String]) -> BenchResult<()> {
     let task: Task = serde_json::from_str(
         arguments_text
             .first()
@@ -71,7 +71,7 @@ fn side(arguments_text: &[String]) -> Outcome<()> {
     Ok(())
 }
 
-fn bench(arguments: &Arguments, arguments_text: Vec<String>) -> Outcome<()> {
+fn bench(arguments: &Arguments, arguments_text: Vec<String>) -> BenchResult<()> {
     if let Some(run) = &arguments.plot {
         let report: BenchReport = serde_json::from_str(&std::fs::read_to_string(run)?)?;
         return plot::draw(&report, &arguments.into);

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use crate::Outcome;
+use crate::BenchResult;
 use crate::report::{BenchReport, BenchTable, Ratio, spread};
 
 /// One bar: its name, length and label.
@@ -17,7 +17,7 @@ struct Bar {
 ///
 /// # Errors
 /// The directory cannot be written.
-pub fn draw(report: &BenchReport, into: &Path) -> Outcome<()> {
+pub fn draw(report: &BenchReport, into: &Path) -> BenchResult<()> {
     std::fs::create_dir_all(into)?;
     std::fs::write(into.join("tables.md"), report.markdown())?;
     for table in &report.tables {

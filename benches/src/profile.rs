@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-use crate::Outcome;
+use crate::BenchResult;
 use crate::side::{Id, Spawned};
 use crate::stage::BenchServers;
 
@@ -69,7 +69,7 @@ const PLACES: &[(&str, &[&str])] = &[
 ///
 /// # Errors
 /// `perf` cannot be run, or the broker failed.
-pub fn run(stage: &BenchServers, into: &Path) -> Outcome<()> {
+pub fn run(stage: &BenchServers, into: &Path) -> BenchResult<()> {
     if !Command::new("perf")
         .arg("--version")
         .output()

@@ -2,13 +2,13 @@
 
 use std::time::Instant;
 
-use crate::Outcome;
+use crate::BenchResult;
 use crate::side::Measurement;
 
 /// One side of a table.
 pub struct Side<'a> {
     name: String,
-    run: Box<dyn FnMut() -> Outcome<RoundResult> + 'a>,
+    run: Box<dyn FnMut() -> BenchResult<RoundResult> + 'a>,
 }
 
 /// The result of one run of a side.
@@ -24,7 +24,7 @@ impl<'a> Side<'a> {
     /// A side of this name, which handles messages.
     pub fn new(
         name: impl Into<String>,
-        mut run: impl FnMut() -> Outcome<Measurement> + 'a,
+        mut run: impl FnMut() -> BenchResult<Measurement> + 'a,
     ) -> Self {
         let run = move || {
             run().map(|took| RoundResult {
@@ -39,7 +39,7 @@ impl<'a> Side<'a> {
     }
 
     /// A side that only has a rate.
-    pub fn rate(name: impl Into<String>, mut run: impl FnMut() -> Outcome<f64> + 'a) -> Self {
+    pub fn rate(name: impl Into<String>, mut run: impl FnMut() -> BenchResult<f64> + 'a) -> Self {
         Self {
             name: name.into(),
             run: Box::new(move || run().map(|rate| RoundResult { rate, took: None })),
@@ -63,9 +63,9 @@ pub struct SideRounds {
 pub fn alternate(
     title: &str,
     rounds: usize,
-    go_on: impl Fn() -> Outcome<()>,
+    go_on: impl Fn() -> BenchResult<()>,
     mut sides: Vec<Side<'_>>,
-) -> Outcome<Vec<SideRounds>> {
+) -> BenchResult<Vec<SideRounds>> {
     let mut rows: Vec<SideRounds> = sides
         .iter()
         .map(|side| SideRounds {

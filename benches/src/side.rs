@@ -142,7 +142,7 @@ impl Task {
     ///
     /// # Errors
     /// The process failed.
-    pub fn run_in_process(&self) -> crate::Outcome<Measurement> {
+    pub fn run_in_process(&self) -> crate::BenchResult<Measurement> {
         self.start()?.finish()
     }
 
@@ -150,7 +150,7 @@ impl Task {
     ///
     /// # Errors
     /// If the process cannot be started.
-    pub fn start(&self) -> crate::Outcome<RunningSide> {
+    pub fn start(&self) -> crate::BenchResult<RunningSide> {
         self.spawn(Command::new(std::env::current_exe()?))
     }
 
@@ -158,13 +158,13 @@ impl Task {
     ///
     /// # Errors
     /// The program cannot be run, or the process failed.
-    pub fn run_under(&self, program: &str, arguments: &[&str]) -> crate::Outcome<Measurement> {
+    pub fn run_under(&self, program: &str, arguments: &[&str]) -> crate::BenchResult<Measurement> {
         let mut command = Command::new(program);
         command.args(arguments).arg(std::env::current_exe()?);
         self.spawn(command)?.finish()
     }
 
-    fn spawn(&self, mut program: Command) -> crate::Outcome<RunningSide> {
+    fn spawn(&self, mut program: Command) -> crate::BenchResult<RunningSide> {
         program
             .args([SIDE, &serde_json::to_string(self)?])
             .stdin(Stdio::null())
@@ -179,14 +179,14 @@ impl Task {
     ///
     /// # Errors
     /// The error of the client, the broker or the store.
-    pub async fn run(&self) -> crate::Outcome<Measurement> {
+    pub async fn run(&self) -> crate::BenchResult<Measurement> {
         match tokio::time::timeout(SIDE_TIMEOUT, self.take()).await {
             Ok(took) => took,
             Err(_) => Err(format!("it was not over after {SIDE_TIMEOUT:?}").into()),
         }
     }
 
-    async fn take(&self) -> crate::Outcome<Measurement> {
+    async fn take(&self) -> crate::BenchResult<Measurement> {
         if self.work == HandlerWork::NotesLatency {
             return latency::run(self).await;
         }
@@ -212,7 +212,7 @@ impl RunningSide {
     ///
     /// # Errors
     /// It failed; its output was printed.
-    pub fn finish(self) -> crate::Outcome<Measurement> {
+    pub fn finish(self) -> crate::BenchResult<Measurement> {
         let output = self.0.wait_with_output()?;
         if !output.status.success() {
             return Err(format!(

@@ -11,7 +11,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
-use crate::Outcome;
+use crate::BenchResult;
 use crate::load::{
     BenchQueue, BenchQueueKind, BenchTopic, Ids, MessagePersistence, UncommittedTopic,
 };
@@ -37,7 +37,7 @@ impl BenchServers {
     ///
     /// # Errors
     /// A server does not start.
-    pub fn set() -> Outcome<Self> {
+    pub fn set() -> BenchResult<Self> {
         let stopping = Arc::<AtomicBool>::default();
         for signal in [SIGINT, SIGTERM, SIGHUP] {
             signal_hook::flag::register(signal, stopping.clone())?;
@@ -72,7 +72,7 @@ impl BenchServers {
     ///
     /// # Errors
     /// Ctrl-C, SIGTERM or SIGHUP arrived.
-    pub fn go_on(&self) -> Outcome<()> {
+    pub fn go_on(&self) -> BenchResult<()> {
         if self.stopping.load(Ordering::Relaxed) {
             Err("stopped by a signal".into())
         } else {
@@ -95,7 +95,7 @@ impl BenchServers {
         messages: usize,
         body: usize,
         id: Id,
-    ) -> Outcome<BenchTopic> {
+    ) -> BenchResult<BenchTopic> {
         self.topic_of(Ids::InOrder, partitions, messages, body, id)
     }
 
@@ -110,7 +110,7 @@ impl BenchServers {
         messages: usize,
         body: usize,
         id: Id,
-    ) -> Outcome<BenchTopic> {
+    ) -> BenchResult<BenchTopic> {
         let topic = BenchTopic {
             name: self.name("topic"),
             partitions,
@@ -131,7 +131,7 @@ impl BenchServers {
         &self,
         partitions: i32,
         messages: usize,
-    ) -> Outcome<(BenchTopic, UncommittedTopic)> {
+    ) -> BenchResult<(BenchTopic, UncommittedTopic)> {
         let topic = BenchTopic {
             name: self.name("topic"),
             partitions,
@@ -150,7 +150,7 @@ impl BenchServers {
     ///
     /// # Errors
     /// The error of the broker.
-    pub fn create(&self, topic: &BenchTopic) -> Outcome<()> {
+    pub fn create(&self, topic: &BenchTopic) -> BenchResult<()> {
         self.runtime.block_on(topic.create(&self.kafka.brokers()))
     }
 
@@ -169,7 +169,7 @@ impl BenchServers {
         persistence: MessagePersistence,
         messages: usize,
         body: usize,
-    ) -> Outcome<BenchQueue> {
+    ) -> BenchResult<BenchQueue> {
         let queue = BenchQueue {
             name: self.name("queue"),
             kind,
@@ -205,7 +205,7 @@ impl BenchServers {
     ///
     /// # Errors
     /// The error of the broker.
-    pub fn delete(&self, queue: &BenchQueue) -> Outcome<()> {
+    pub fn delete(&self, queue: &BenchQueue) -> BenchResult<()> {
         self.runtime.block_on(queue.delete(&self.rabbitmq.url()))
     }
 
@@ -287,7 +287,7 @@ impl BenchServers {
     ///
     /// # Errors
     /// The connection's.
-    pub fn empty_redis(&self) -> Outcome<()> {
+    pub fn empty_redis(&self) -> BenchResult<()> {
         // Synchronously: a deletion in the background would disturb the next measurement.
         self.redis.command("FLUSHALL SYNC")?;
         Ok(())
@@ -303,7 +303,7 @@ impl BenchServers {
     ///
     /// # Errors
     /// It cannot be run, or prints no rate.
-    pub fn redis_benchmark(&self, requests: usize) -> Outcome<f64> {
+    pub fn redis_benchmark(&self, requests: usize) -> BenchResult<f64> {
         let port = self.redis.port().to_string();
         let requests = requests.to_string();
         let output = Command::new("redis-benchmark")

@@ -8,7 +8,7 @@ mod scaling;
 
 use clap::ValueEnum;
 
-use crate::Outcome;
+use crate::BenchResult;
 use crate::report::BenchTable;
 use crate::stage::BenchServers;
 
@@ -45,8 +45,8 @@ impl Suite {
         self,
         stage: &BenchServers,
         extent: Extent,
-        tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
-    ) -> Outcome<()> {
+        tell: &mut dyn FnMut(BenchTable) -> BenchResult<()>,
+    ) -> BenchResult<()> {
         match self {
             Self::Kafka => kafka::run(stage, extent, tell),
             Self::Rabbitmq => rabbitmq::run(stage, extent, tell),

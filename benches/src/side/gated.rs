@@ -13,7 +13,7 @@ use super::latency::sent_ago;
 use super::{
     DedupMethod, GateStore, HandlerWork, Id, Measurement, MessageSource, Meter, Spawned, Task,
 };
-use crate::Outcome;
+use crate::BenchResult;
 
 /// The handler of the task. Does not copy the body, like the plain client.
 struct MeteredHandler {
@@ -37,14 +37,14 @@ impl Handler for MeteredHandler {
     }
 }
 
-pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
+pub(super) async fn run(task: &Task) -> BenchResult<Measurement> {
     let meter = Arc::new(Meter::new(task.messages, task.servers.clone()));
     consume(task, &meter).await?;
     meter.took()
 }
 
 /// Consumes until all messages are measured.
-pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
+pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> BenchResult<()> {
     match &task.from {
         MessageSource::Kafka {
             brokers,
@@ -93,7 +93,7 @@ async fn past_the_gate(
     source: impl Connect,
     id: IdSource,
     in_flight: usize,
-) -> Outcome<()> {
+) -> BenchResult<()> {
     let DedupMethod::Gated { store, spawned } = &task.method else {
         return Err("this method has no gate".into());
     };

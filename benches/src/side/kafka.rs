@@ -11,21 +11,21 @@ use tokio::sync::Semaphore;
 
 use super::latency::sent_ago;
 use super::{DedupMethod, HandlerWork, Id, Measurement, MessageSource, Meter, Task};
-use crate::Outcome;
+use crate::BenchResult;
 
 /// The time that a waiting handler waits.
 pub(super) const WAIT: Duration = Duration::from_millis(1);
 /// How many of them wait concurrently: the same number as in flight in oncegate.
 const AT_ONCE: usize = 512;
 
-pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
+pub(super) async fn run(task: &Task) -> BenchResult<Measurement> {
     let meter = Arc::new(Meter::new(task.messages, task.servers.clone()));
     consume(task, &meter).await?;
     meter.took()
 }
 
 /// Consumes until all messages are measured.
-pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
+pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> BenchResult<()> {
     let MessageSource::Kafka {
         brokers,
         topic,

@@ -10,7 +10,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::{
     DedupMethod, GateStore, Measurement, MessageSource, Meter, Task, gated, kafka, rabbitmq,
 };
-use crate::Outcome;
+use crate::BenchResult;
 use crate::load::{KafkaSender, RabbitSender};
 
 /// The time between two messages.
@@ -38,7 +38,7 @@ fn body() -> Vec<u8> {
     body
 }
 
-pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
+pub(super) async fn run(task: &Task) -> BenchResult<Measurement> {
     let meter = Arc::new(Meter::new(task.messages, task.servers.clone()).after(WARM_UP));
     match &task.from {
         MessageSource::None => round_trips(task, &meter).await?,
@@ -48,7 +48,7 @@ pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
 }
 
 /// Sends one command per millisecond, one after the other.
-async fn round_trips(task: &Task, meter: &Meter) -> Outcome<()> {
+async fn round_trips(task: &Task, meter: &Meter) -> BenchResult<()> {
     let (DedupMethod::Naive { redis: url }
     | DedupMethod::Gated {
         store: GateStore::Redis { url, .. },
@@ -70,7 +70,7 @@ async fn round_trips(task: &Task, meter: &Meter) -> Outcome<()> {
     Ok(())
 }
 
-async fn beside_a_sender(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
+async fn beside_a_sender(task: &Task, meter: &Arc<Meter>) -> BenchResult<()> {
     let stop = Arc::new(AtomicBool::new(false));
     let (from, stopping) = (task.from.clone(), stop.clone());
     // A separate thread: sending must not wait for receiving.
@@ -81,7 +81,7 @@ async fn beside_a_sender(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     Ok(())
 }
 
-async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
+async fn consume(task: &Task, meter: &Arc<Meter>) -> BenchResult<()> {
     match (&task.method, &task.from) {
         (DedupMethod::Gated { .. }, _) => gated::consume(task, meter).await,
         (_, MessageSource::Kafka { .. }) => kafka::consume(task, meter).await,
@@ -89,8 +89,8 @@ async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     }
 }
 
-fn send(from: &MessageSource, stop: &AtomicBool) -> Outcome<()> {
-    let mut sender: Box<dyn FnMut(usize) -> Outcome<()>> = match from {
+fn send(from: &MessageSource, stop: &AtomicBool) -> BenchResult<()> {
+    let mut sender: Box<dyn FnMut(usize) -> BenchResult<()>> = match from {
         MessageSource::Kafka { brokers, topic, .. } => {
             let sender = KafkaSender::new(brokers, topic, "0")?;
             Box::new(move |number| sender.send(&crate::load::id(number), &body()))

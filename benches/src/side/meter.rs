@@ -273,7 +273,7 @@ impl Meter {
     ///
     /// # Errors
     /// Not all messages were handled.
-    pub fn took(&self) -> crate::Outcome<Measurement> {
+    pub fn took(&self) -> crate::BenchResult<Measurement> {
         let (Some(first), Some(last)) = (self.first.get(), self.last.get()) else {
             return Err(format!(
                 "only {} of {} messages came",

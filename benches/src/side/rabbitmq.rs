@@ -11,16 +11,16 @@ use lapin::{Connection, ConnectionProperties};
 
 use super::latency::sent_ago;
 use super::{DedupMethod, HandlerWork, Measurement, MessageSource, Meter, Task};
-use crate::Outcome;
+use crate::BenchResult;
 
-pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
+pub(super) async fn run(task: &Task) -> BenchResult<Measurement> {
     let meter = Arc::new(Meter::new(task.messages, task.servers.clone()));
     consume(task, &meter).await?;
     meter.took()
 }
 
 /// Consumes until all messages are measured.
-pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
+pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> BenchResult<()> {
     let MessageSource::RabbitMq {
         url,
         queue,

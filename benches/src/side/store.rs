@@ -8,7 +8,7 @@ use oncegate::{Key, MemoryStore, MessageId, Redis, Sqlite};
 use redis::aio::MultiplexedConnection;
 
 use super::{GateStore, Measurement, Meter, Task};
-use crate::Outcome;
+use crate::BenchResult;
 
 /// The operations of each kind in one `apply`: the same number as in the consumer.
 const BATCH: usize = 256;
@@ -17,7 +17,7 @@ const AT_ONCE: usize = 2;
 
 /// Claims and completes new ids as fast as the store replies. Sends the completions of a batch with
 /// the claims of the next one, like a consumer under load.
-pub(super) async fn run(task: &Task, store: &GateStore) -> Outcome<Measurement> {
+pub(super) async fn run(task: &Task, store: &GateStore) -> BenchResult<Measurement> {
     let store: Arc<dyn oncegate::Store> = match store {
         GateStore::Memory { .. } => Arc::new(MemoryStore::new()),
         GateStore::Sqlite { file } => Arc::new(Sqlite::file(file)),
@@ -69,7 +69,7 @@ pub(super) async fn run(task: &Task, store: &GateStore) -> Outcome<Measurement> 
 }
 
 /// Completes this many unique ids.
-pub(super) async fn fill(store: &MemoryStore, markers: usize) -> Outcome<()> {
+pub(super) async fn fill(store: &MemoryStore, markers: usize) -> BenchResult<()> {
     for first in (0..markers).step_by(BATCH) {
         let batch: Vec<Operation> = (first..markers.min(first + BATCH))
             .map(|number| operation("old", number, Ask::Complete))
@@ -103,7 +103,10 @@ pub(crate) fn operation(series: &str, number: usize, ask: Ask) -> Operation {
 }
 
 /// Hand-written deduplication: stores an id for a day, and returns whether it was new.
-pub(super) async fn is_first(connection: &mut MultiplexedConnection, id: &[u8]) -> Outcome<bool> {
+pub(super) async fn is_first(
+    connection: &mut MultiplexedConnection,
+    id: &[u8],
+) -> BenchResult<bool> {
     let set: Option<String> = redis::cmd("SET")
         .arg([b"naive:", id].concat())
         .arg("1")

@@ -3,7 +3,7 @@
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
 use super::{Extent, ROUNDS};
-use crate::Outcome;
+use crate::BenchResult;
 use crate::load::{fill_redis, finish_redis_rehashing};
 use crate::report::BenchTable;
 use crate::rounds::{Side, SideRounds, alternate};
@@ -13,8 +13,8 @@ use crate::stage::BenchServers;
 pub(super) fn run(
     stage: &BenchServers,
     extent: Extent,
-    tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
-) -> Outcome<()> {
+    tell: &mut dyn FnMut(BenchTable) -> BenchResult<()>,
+) -> BenchResult<()> {
     tell(partitions(stage)?)?;
     tell(memory_markers(stage, extent)?)?;
     tell(redis_markers(stage, extent)?)?;
@@ -22,7 +22,7 @@ pub(super) fn run(
     Ok(())
 }
 
-fn partitions(stage: &BenchServers) -> Outcome<BenchTable> {
+fn partitions(stage: &BenchServers) -> BenchResult<BenchTable> {
     let messages = 500_000;
     let mut sides = Vec::new();
     for partitions in [1, 16, 64] {
@@ -81,7 +81,7 @@ fn by_markers(extent: Extent, title: &str, ratio: &str, rows: &[SideRounds]) -> 
     })
 }
 
-fn memory_markers(stage: &BenchServers, extent: Extent) -> Outcome<BenchTable> {
+fn memory_markers(stage: &BenchServers, extent: Extent) -> BenchResult<BenchTable> {
     let messages = 500_000;
     let topic = stage.topic(4, messages, 100, Id::Header)?;
     let topic = &topic;
@@ -112,7 +112,7 @@ fn memory_markers(stage: &BenchServers, extent: Extent) -> Outcome<BenchTable> {
 
 /// New ids in each round; their markers are removed afterwards, so that the number of markers stays
 /// constant.
-fn redis_markers(stage: &BenchServers, extent: Extent) -> Outcome<BenchTable> {
+fn redis_markers(stage: &BenchServers, extent: Extent) -> BenchResult<BenchTable> {
     let messages = 200_000;
     let topic = stage.topic(4, messages, 100, Id::Header)?;
     let topic = &topic;
@@ -125,12 +125,12 @@ fn redis_markers(stage: &BenchServers, extent: Extent) -> Outcome<BenchTable> {
             stage.block_on(finish_redis_rehashing(&server, *markers))?;
             Ok(server)
         })
-        .collect::<Outcome<Vec<RedisServer>>>()?;
+        .collect::<BenchResult<Vec<RedisServer>>>()?;
     let sides = markers(extent)
         .iter()
         .zip(&servers)
         .map(|((_, name, _), server)| {
-            Side::new(*name, move || -> Outcome<Measurement> {
+            Side::new(*name, move || -> BenchResult<Measurement> {
                 let prefix = stage.name("oncegate") + ":";
                 let store = GateStore::Redis {
                     url: server.url(),
@@ -166,7 +166,7 @@ fn redis_markers(stage: &BenchServers, extent: Extent) -> Outcome<BenchTable> {
 
 /// The memory of the client with a short and a long backlog and the same number of handled
 /// messages.
-fn backlog(stage: &BenchServers, extent: Extent) -> Outcome<BenchTable> {
+fn backlog(stage: &BenchServers, extent: Extent) -> BenchResult<BenchTable> {
     let long = extent.pick(1_000_000, 5_000_000);
     let short = stage.topic(4, 50_000, 100, Id::Header)?;
     let long = stage.topic(4, long, 100, Id::Header)?;

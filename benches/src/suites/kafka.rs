@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Extent, ONE_BY_ONE, ROUNDS};
-use crate::Outcome;
+use crate::BenchResult;
 use crate::load::Ids;
 use crate::report::BenchTable;
 use crate::rounds::{Side, alternate};
@@ -17,8 +17,8 @@ const PARTITIONS: i32 = 4;
 pub(super) fn run(
     stage: &BenchServers,
     extent: Extent,
-    tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
-) -> Outcome<()> {
+    tell: &mut dyn FnMut(BenchTable) -> BenchResult<()>,
+) -> BenchResult<()> {
     let messages = extent.pick(1_000_000, 2_000_000);
     tell(by_store(stage, extent, messages)?)?;
     tell(by_key(stage, messages)?)?;
@@ -29,7 +29,7 @@ pub(super) fn run(
     Ok(())
 }
 
-fn by_store(stage: &BenchServers, extent: Extent, messages: usize) -> Outcome<BenchTable> {
+fn by_store(stage: &BenchServers, extent: Extent, messages: usize) -> BenchResult<BenchTable> {
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Header)?;
     let on =
         |method: DedupMethod, messages| stage.on_kafka(&topic, method, messages).run_in_process();
@@ -106,7 +106,7 @@ fn by_store(stage: &BenchServers, extent: Extent, messages: usize) -> Outcome<Be
         ))
 }
 
-fn by_key(stage: &BenchServers, messages: usize) -> Outcome<BenchTable> {
+fn by_key(stage: &BenchServers, messages: usize) -> BenchResult<BenchTable> {
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Key)?;
     let on = |method: DedupMethod| stage.on_kafka(&topic, method, messages).run_in_process();
     let sides = vec![
@@ -121,7 +121,7 @@ fn by_key(stage: &BenchServers, messages: usize) -> Outcome<BenchTable> {
     Ok(table.ratio("kafka_key_memory", "memory, inline", 1.0, "bare"))
 }
 
-fn large(stage: &BenchServers) -> Outcome<BenchTable> {
+fn large(stage: &BenchServers) -> BenchResult<BenchTable> {
     let messages = 200_000;
     let topic = stage.topic(PARTITIONS, messages, 4096, Id::Header)?;
     let on =
@@ -152,7 +152,7 @@ fn large(stage: &BenchServers) -> Outcome<BenchTable> {
         .ratio("kafka_4k_redis", "Redis, inline", 1.0, "bare"))
 }
 
-fn waiting(stage: &BenchServers) -> Outcome<BenchTable> {
+fn waiting(stage: &BenchServers) -> BenchResult<BenchTable> {
     let messages = 200_000;
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Header)?;
     let on = |method: DedupMethod, messages| {
@@ -226,8 +226,8 @@ fn store_alone(stage: &BenchServers, messages: usize) -> Task {
 /// With an empty Redis server.
 fn on_empty(
     stage: &BenchServers,
-    run: impl FnOnce() -> Outcome<Measurement>,
-) -> Outcome<Measurement> {
+    run: impl FnOnce() -> BenchResult<Measurement>,
+) -> BenchResult<Measurement> {
     stage.empty_redis()?;
     run()
 }

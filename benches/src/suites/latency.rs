@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Extent;
-use crate::Outcome;
+use crate::BenchResult;
 use crate::load::{BenchQueueKind, BenchTopic, Ids, MessagePersistence};
 use crate::report::BenchTable;
 use crate::rounds::{Side, alternate};
@@ -19,8 +19,8 @@ const ROUND_TRIP: &str = "one round trip to Redis";
 pub(super) fn run(
     stage: &BenchServers,
     extent: Extent,
-    tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
-) -> Outcome<()> {
+    tell: &mut dyn FnMut(BenchTable) -> BenchResult<()>,
+) -> BenchResult<()> {
     let messages = extent.pick(5_000, 8_000);
     let round_trip = || Side::new(ROUND_TRIP, move || trip(stage, messages).run_in_process());
 
@@ -64,7 +64,7 @@ pub(super) fn run(
     ))
 }
 
-fn kafka(stage: &BenchServers, method: DedupMethod, messages: usize) -> Outcome<Measurement> {
+fn kafka(stage: &BenchServers, method: DedupMethod, messages: usize) -> BenchResult<Measurement> {
     stage.empty_redis()?;
     let topic = BenchTopic {
         name: stage.name("topic"),
@@ -82,7 +82,11 @@ fn kafka(stage: &BenchServers, method: DedupMethod, messages: usize) -> Outcome<
     .run_in_process()
 }
 
-fn rabbitmq(stage: &BenchServers, method: DedupMethod, messages: usize) -> Outcome<Measurement> {
+fn rabbitmq(
+    stage: &BenchServers,
+    method: DedupMethod,
+    messages: usize,
+) -> BenchResult<Measurement> {
     stage.empty_redis()?;
     let queue = stage.queue(BenchQueueKind::Classic, MessagePersistence::OnDisk, 0, 100)?;
     let task = Task {

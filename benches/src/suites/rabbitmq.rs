@@ -1,7 +1,7 @@
 //! The plain RabbitMQ client and oncegate, by prefetch and queue type.
 
 use super::{Extent, ONE_BY_ONE, ROUNDS};
-use crate::Outcome;
+use crate::BenchResult;
 use crate::load::{BenchQueueKind, MessagePersistence};
 use crate::report::BenchTable;
 use crate::rounds::{Side, alternate};
@@ -11,8 +11,8 @@ use crate::stage::BenchServers;
 pub(super) fn run(
     stage: &BenchServers,
     extent: Extent,
-    tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
-) -> Outcome<()> {
+    tell: &mut dyn FnMut(BenchTable) -> BenchResult<()>,
+) -> BenchResult<()> {
     for kind in [BenchQueueKind::Classic, BenchQueueKind::Quorum] {
         for prefetch in extent.pick(&[1000][..], &[1, 50, 256, 1000][..]) {
             tell(by_prefetch(stage, extent, kind, *prefetch, 100)?)?;
@@ -35,7 +35,7 @@ fn on(
     (messages, body): (usize, usize),
     prefetch: u16,
     task: impl Fn(Task) -> Task,
-) -> Outcome<Measurement> {
+) -> BenchResult<Measurement> {
     stage.empty_redis()?;
     let queue = stage.queue(kind, persistence, messages, body)?;
     let took = task(stage.on_rabbitmq(&queue, prefetch, DedupMethod::Bare)).run_in_process()?;
@@ -44,7 +44,7 @@ fn on(
 }
 
 /// What a classic queue need not write costs it less CPU time: there is the least to hide behind.
-fn in_memory(stage: &BenchServers) -> Outcome<BenchTable> {
+fn in_memory(stage: &BenchServers) -> BenchResult<BenchTable> {
     let on = |method: DedupMethod| {
         on(
             stage,
@@ -76,7 +76,7 @@ fn in_memory(stage: &BenchServers) -> Outcome<BenchTable> {
     ))
 }
 
-fn waiting(stage: &BenchServers, kind: BenchQueueKind) -> Outcome<BenchTable> {
+fn waiting(stage: &BenchServers, kind: BenchQueueKind) -> BenchResult<BenchTable> {
     let on = |method: DedupMethod, messages| {
         on(
             stage,
@@ -121,7 +121,7 @@ fn by_prefetch(
     kind: BenchQueueKind,
     prefetch: u16,
     body: usize,
-) -> Outcome<BenchTable> {
+) -> BenchResult<BenchTable> {
     let messages = match prefetch {
         1 => 5_000,
         50 => 25_000,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::{Extent, ROUNDS};
-use crate::Outcome;
+use crate::BenchResult;
 use crate::report::BenchTable;
 use crate::rounds::{Side, alternate};
 use crate::side::{DedupMethod, Measurement, Spawned, Task};
@@ -20,30 +20,31 @@ const FORMS: Duration = Duration::from_secs(6);
 pub(super) fn run(
     stage: &BenchServers,
     extent: Extent,
-    tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
-) -> Outcome<()> {
+    tell: &mut dyn FnMut(BenchTable) -> BenchResult<()>,
+) -> BenchResult<()> {
     let messages = extent.pick(200_000, 400_000);
     // Messages become visible only after the group has formed, so that this time is not measured.
-    let together = |processes: usize, method: &dyn Fn() -> DedupMethod| -> Outcome<Measurement> {
-        stage.empty_redis()?;
-        let (topic, held_back) = stage.topic_held_back(PARTITIONS, messages)?;
-        let one = stage.on_kafka(&topic, DedupMethod::Bare, messages / processes);
-        let tasks = (0..processes).map(|_| Task {
-            method: method(),
-            linger: Duration::from_secs(2),
-            ..one.clone()
-        });
-        let started = tasks
-            .map(|task| task.start())
-            .collect::<Outcome<Vec<_>>>()?;
-        std::thread::sleep(FORMS);
-        held_back.commit()?;
-        let took = started
-            .into_iter()
-            .map(|side| side.finish())
-            .collect::<Outcome<Vec<_>>>()?;
-        Ok(sum(&took))
-    };
+    let together =
+        |processes: usize, method: &dyn Fn() -> DedupMethod| -> BenchResult<Measurement> {
+            stage.empty_redis()?;
+            let (topic, held_back) = stage.topic_held_back(PARTITIONS, messages)?;
+            let one = stage.on_kafka(&topic, DedupMethod::Bare, messages / processes);
+            let tasks = (0..processes).map(|_| Task {
+                method: method(),
+                linger: Duration::from_secs(2),
+                ..one.clone()
+            });
+            let started = tasks
+                .map(|task| task.start())
+                .collect::<BenchResult<Vec<_>>>()?;
+            std::thread::sleep(FORMS);
+            held_back.commit()?;
+            let took = started
+                .into_iter()
+                .map(|side| side.finish())
+                .collect::<BenchResult<Vec<_>>>()?;
+            Ok(sum(&took))
+        };
     let mut sides = Vec::new();
     for processes in PROCESSES {
         let together = &together;
