@@ -11,7 +11,7 @@ use super::servers::Servers;
 use super::step::{Step, Trigger};
 use crate::Error;
 use crate::check::{Checked, Rules};
-use crate::ledger::{Ledger, SettlementKind, What};
+use crate::ledger::{Ledger, StoreOperation, What};
 use crate::message::{Outgoing, Work};
 
 /// The time limit until a process reaches its step.
@@ -127,8 +127,9 @@ fn trigger_step(group: &mut Group<'_>, consumer: &Consumer, trigger: Trigger) ->
             record.by == by
                 && match &record.what {
                     What::Started { id, .. } => trigger == Trigger::Drain && id.starts_with("u-"),
-                    What::Settled {
-                        how: SettlementKind::Released,
+                    // It waits for its next attempt from now on.
+                    What::Answered {
+                        ask: StoreOperation::Clear,
                         id,
                         ..
                     } => waits && id.starts_with("fail-"),

@@ -27,9 +27,9 @@ pub(crate) enum Trigger {
     Work,
     /// SIGTERM while handlers run.
     Drain,
-    /// SIGTERM while failed messages wait in delay queues.
+    /// SIGTERM while failed messages wait in the consumer, which moves them to a delay queue.
     DrainWhileSomethingWaits,
-    /// SIGTERM while failed messages wait in the consumer, since there are no delay queues.
+    /// The same, without delay queues.
     DrainWhileSomethingIsHeld,
     /// The topic is deleted and recreated after all messages are settled.
     TopicRecreated,
