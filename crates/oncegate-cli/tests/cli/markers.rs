@@ -410,7 +410,7 @@ async fn unreadable_markers_are_listed_and_unchanged() {
 
 #[tokio::test]
 async fn the_documented_permissions_suffice() {
-    let book = include_str!("../../../../docs/src/redis.md");
+    let book = include_str!("../../../../docs/src/stores.md");
     let line = book
         .lines()
         .find(|line| line.starts_with("ACL SETUSER oncegate "))

@@ -52,7 +52,7 @@ fn all_laws_hold_in_a_cluster() {
 #[tokio::test(flavor = "multi_thread")]
 async fn all_laws_hold_for_a_user_with_the_rights_of_the_book() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    let book = include_str!("../../../../docs/src/redis.md");
+    let book = include_str!("../../../../docs/src/stores.md");
     let line = book
         .lines()
         .find(|line| line.starts_with("ACL SETUSER oncegate "))

@@ -54,7 +54,7 @@ pub(crate) fn complete(id: &str, token: u128, attempt: u32) -> Operation {
 /// The book's `ACL SETUSER` line with the rights that a store needs, and the right to add for one of
 /// its forms.
 pub(crate) fn rights(added: &str) -> String {
-    let book = include_str!("../../../../docs/src/redis.md");
+    let book = include_str!("../../../../docs/src/stores.md");
     assert!(
         book.contains(&format!("`{added}`")),
         "the book does not name {added}"

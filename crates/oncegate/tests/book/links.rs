@@ -213,7 +213,7 @@ fn a_broken_link_is_detected() {
     let page = normalized(&root().join("docs/src/promises.md"));
     for (link, is_valid) in [
         ("stores.md", true),
-        ("redis.md#marker-format", true),
+        ("stores.md#marker-format", true),
         ("#bare", true),
         ("https://example.org/anything", true),
         (
