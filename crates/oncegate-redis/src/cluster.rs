@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use oncegate_core::internal::Lock;
 use redis::{Pipeline, Value};
 
-use crate::connection::{Endpoint, Timeouts};
+use crate::client::connection::{Endpoint, Timeouts};
+use crate::client::server::{ServerConfig, host_and_port};
 use crate::durability::Durability;
 use crate::failure::StoreFailure;
 use crate::reply;
 use crate::router::ConnectionPair;
-use crate::server::{ServerConfig, host_and_port};
 
 /// The number of hash slots.
 const SLOTS: u16 = 16_384;

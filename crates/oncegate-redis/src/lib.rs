@@ -9,8 +9,8 @@ mod anomaly;
 mod batch;
 mod browse;
 mod canary;
+mod client;
 mod cluster;
-mod connection;
 mod durability;
 mod failure;
 #[doc(hidden)]
@@ -26,10 +26,7 @@ mod refresh;
 mod reply;
 mod router;
 mod script;
-mod sentinel;
-mod server;
 mod store;
-mod tls;
 mod tool_rights;
 
 pub use browse::{Browse, ServerInfo};

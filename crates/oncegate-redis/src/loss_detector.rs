@@ -16,7 +16,7 @@ use redis::{Pipeline, Value};
 
 use crate::anomaly::Anomaly;
 use crate::canary::{self, COUNT_VALID_FOR, Canary, CanaryError, CanaryKeys};
-use crate::connection::PinnedConnection;
+use crate::client::connection::PinnedConnection;
 use crate::durability::Durability;
 use crate::failure::StoreFailure;
 use crate::info::InfoReply;

@@ -366,7 +366,7 @@ pub(crate) const INFO_WITHOUT_RISKS: &str = "# Server\r\nredis_version:7.0.15\r\
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::connection::Timeouts;
+    use crate::client::connection::Timeouts;
     use crate::failure::Problem;
 
     fn report_for(info: &str, guarantee: Guarantee) -> PreflightReport {

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use crate::client::connection::{Endpoint, SharedConnection, Timeouts};
+use crate::client::server::ServerConfig;
 use crate::cluster::{Cluster, SlotMap, slot};
-use crate::connection::{Endpoint, SharedConnection, Timeouts};
 use crate::durability::Durability;
 use crate::failure::{Problem, StoreFailure};
 use crate::info::InfoReply;
-use crate::server::ServerConfig;
 
 /// The servers that the user configured.
 #[derive(Clone)]

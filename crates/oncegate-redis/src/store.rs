@@ -10,15 +10,15 @@ use oncegate_core::marker::{Ask, Guarantee, Marker, Operation, Verdict};
 use oncegate_core::{Key, Persistence, Store, StoreError};
 use redis::Value;
 
-use crate::connection::{Endpoint, Timeouts};
+use crate::client::connection::{Endpoint, Timeouts};
+use crate::client::sentinel::Sentinels;
+use crate::client::server::ServerConfig;
+use crate::client::tls::TlsOptions;
 use crate::durability::Durability;
 use crate::failure::Problem;
 use crate::loss_detector::LossDetector;
 use crate::preflight::PreflightRequest;
 use crate::router::{Deployment, Router};
-use crate::sentinel::Sentinels;
-use crate::server::ServerConfig;
-use crate::tls::TlsOptions;
 use crate::{batch, browse, persistence, preflight, record, reply};
 
 /// The default timeout of a reply.

@@ -7,7 +7,7 @@ use redis::{Pipeline, Value};
 
 use super::{BatchCommand, OperationBatch, is_at_most_once_claim};
 use crate::canary::{self, Canary, CanaryError};
-use crate::connection::PinnedConnection;
+use crate::client::connection::PinnedConnection;
 use crate::durability::{self, Durability};
 use crate::failure::StoreFailure;
 use crate::loss_detector::{CanaryBaseline, CanaryExpectation, LossDetector};

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use redis::{AsyncConnectionConfig, ErrorKind, FromRedisValue, ProtocolVersion, RedisError, Value};
 
+use crate::client::server::ServerConfig;
 use crate::failure::StoreFailure;
-use crate::server::ServerConfig;
 
 /// The time limit for connecting to a Sentinel, and the one for its reply.
 const REQUEST_TIMEOUT: Duration = Duration::from_millis(700);

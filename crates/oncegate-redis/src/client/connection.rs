@@ -1,7 +1,7 @@
 //! One connection to a server: opened on first use, reopened after it breaks.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use redis::aio::MultiplexedConnection;
@@ -11,9 +11,10 @@ use redis::{
 };
 use tokio::sync::Mutex;
 
+use crate::client::frozen_server::ConsecutiveTimeouts;
+use crate::client::sentinel::Sentinels;
+use crate::client::server::ServerConfig;
 use crate::failure::{Problem, StoreFailure};
-use crate::sentinel::Sentinels;
-use crate::server::ServerConfig;
 
 /// The time limits of one connection.
 #[derive(Clone, Copy)]
@@ -22,11 +23,6 @@ pub(crate) struct Timeouts {
     pub(crate) connect: Duration,
     pub(crate) reply: Duration,
 }
-
-/// After this many consecutive timeouts the connection is reopened: a frozen server or a network that
-/// drops packets never closes it, and neither does the crate `redis` 1.8 after a timeout. See
-/// `docs/upstream/README.md`.
-const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 
 /// How the address of the server is found.
 #[derive(Clone)]
@@ -58,7 +54,7 @@ struct ConnectionState {
 struct LiveConnection {
     connection: MultiplexedConnection,
     broken: Arc<AtomicBool>,
-    consecutive_timeouts: Arc<AtomicU32>,
+    timeouts: Arc<ConsecutiveTimeouts>,
     /// See [`PinnedConnection::is_checked`].
     checked: Arc<AtomicBool>,
 }
@@ -71,8 +67,7 @@ pub(crate) struct PinnedConnection<'a> {
 
 impl LiveConnection {
     fn count_timeout(&self) {
-        if self.consecutive_timeouts.fetch_add(1, Ordering::Relaxed) + 1 >= MAX_CONSECUTIVE_TIMEOUTS
-        {
+        if self.timeouts.count() {
             self.broken.store(true, Ordering::Relaxed);
         }
     }
@@ -229,7 +224,7 @@ impl SharedConnection {
         Ok(LiveConnection {
             connection,
             broken,
-            consecutive_timeouts: Arc::default(),
+            timeouts: Arc::default(),
             checked: Arc::default(),
         })
     }
@@ -268,7 +263,7 @@ impl PinnedConnection<'_> {
         std::mem::forget(guard);
         match sent {
             Ok(replies) if replies.len() == commands.len() => {
-                live.consecutive_timeouts.store(0, Ordering::Relaxed);
+                live.timeouts.reset();
                 Ok(replies)
             }
             Ok(replies) => {

@@ -2,19 +2,11 @@
 
 use std::time::Duration;
 
-use redis::io::tcp::{TcpSettings, socket2};
 use redis::{Client, ConnectionAddr, ConnectionInfo, ErrorKind, ProtocolVersion, RedisError};
 
+use crate::client::tcp_settings::tcp_settings;
+use crate::client::tls::TlsOptions;
 use crate::failure::{Problem, StoreFailure};
-use crate::tls::TlsOptions;
-
-/// `TCP_USER_TIMEOUT`: how long sent data may stay unacknowledged. The keepalive does not apply while
-/// data is unacknowledged.
-#[cfg(target_os = "linux")]
-const USER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// The idle time before the first TCP keepalive probe.
-const KEEPALIVE: Duration = Duration::from_secs(15);
 
 /// The address, login and connection settings of a server. The address contains no secret.
 #[derive(Clone)]
@@ -71,13 +63,12 @@ impl ServerConfig {
         ) {
             return Err(insecure());
         }
-        let tcp = TcpSettings::default()
-            // Off by default until redis 2.0: redis-rs/redis-rs#2195.
-            .set_nodelay(true)
-            .set_keepalive(socket2::TcpKeepalive::new().with_time(KEEPALIVE));
-        #[cfg(target_os = "linux")]
-        let tcp = tcp.set_user_timeout(USER_TIMEOUT);
-        let info = Box::new(client.get_connection_info().clone().set_tcp_settings(tcp));
+        let info = Box::new(
+            client
+                .get_connection_info()
+                .clone()
+                .set_tcp_settings(tcp_settings()),
+        );
         Ok(Self {
             address: info.addr().to_string(),
             info,
@@ -275,7 +266,7 @@ mod tests {
         let refused = RedisError::from(io::Error::from(io::ErrorKind::ConnectionRefused));
         let line = |url: &str, setting, error: &RedisError| match ServerConfig::parse(url, setting)
             .expect("a URL")
-            .connection_failure(error, KEEPALIVE)
+            .connection_failure(error, Duration::from_secs(15))
         {
             StoreFailure::NotApplied(problem) => problem.to_string(),
             other => panic!("{other:?}"),
