@@ -14,9 +14,9 @@ const DELIVERIES: &str = oncegate::outcome::DELIVERIES;
 /// A metrics recorder that writes each increment of the counter of deliveries into a diary, and
 /// ignores all other metrics.
 #[derive(Debug)]
-pub struct Counters(Arc<Diary>);
+pub struct DeliveryRecorder(Arc<Diary>);
 
-impl Counters {
+impl DeliveryRecorder {
     /// Counters that write into this diary.
     pub fn new(diary: Arc<Diary>) -> Self {
         Self(diary)
@@ -39,7 +39,7 @@ impl CounterFn for Counted {
     fn absolute(&self, _: u64) {}
 }
 
-impl Recorder for Counters {
+impl Recorder for DeliveryRecorder {
     fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
 
     fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}

@@ -10,16 +10,16 @@ use std::str::FromStr;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Entry {
     /// A handler has started: `start <id> <attempt>`.
-    Start(Run),
+    Start(DiaryRun),
     /// An effect happened: `effect <id> <attempt>`.
-    Effect(Run),
+    Effect(DiaryRun),
     /// The consumer counted a delivery under this outcome: `counted <outcome>`.
     Counted(String),
 }
 
 /// One run of a handler.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Run {
+pub struct DiaryRun {
     /// The id of the message.
     pub id: String,
     /// The attempt that the store granted.
@@ -90,7 +90,7 @@ impl FromStr for Entry {
 
     fn from_str(line: &str) -> Result<Self, NotAnEntry> {
         let run = |id: &str, attempt: &str| {
-            Ok(Run {
+            Ok(DiaryRun {
                 id: id.to_owned(),
                 attempt: attempt.parse().map_err(|_| NotAnEntry)?,
             })
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn a_line_reads_as_it_was_written() {
-        let run = Run {
+        let run = DiaryRun {
             id: "pay-1".into(),
             attempt: 2,
         };

@@ -7,14 +7,14 @@ use std::time::Duration;
 use oncegate::{Context, Failure, FailureExt, Handler};
 use serde::Deserialize;
 
-use crate::diary::{Diary, Entry, Run};
+use crate::diary::{Diary, DiaryRun, Entry};
 
 /// The body of a message, such as `{"do":"slow","ms":50}`.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Script {
     /// What to do.
     #[serde(rename = "do")]
-    pub action: Action,
+    pub action: ScriptedAction,
     /// The duration of a slow action, in milliseconds.
     #[serde(default)]
     pub ms: u64,
@@ -23,7 +23,7 @@ pub struct Script {
 /// What to do before the effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Action {
+pub enum ScriptedAction {
     /// Nothing: the effect happens at once.
     Work,
     /// Wait.
@@ -57,7 +57,7 @@ impl Handler for Scripted {
     type Payload = Script;
 
     async fn handle(&self, script: Script, cx: &Context) -> Result<(), Failure> {
-        let run = Run {
+        let run = DiaryRun {
             id: cx.id().to_owned(),
             attempt: cx.attempt(),
         };
@@ -68,10 +68,10 @@ impl Handler for Scripted {
             .unwrap_or_else(PoisonError::into_inner)
             .insert(run.id.clone());
         match script.action {
-            Action::RetryOnce if first => Err("not yet").retry()?,
-            Action::PanicOnce if first => panic!("as the message says"),
-            Action::Hang if run.attempt == 1 => std::future::pending().await,
-            Action::Slow => tokio::time::sleep(Duration::from_millis(script.ms)).await,
+            ScriptedAction::RetryOnce if first => Err("not yet").retry()?,
+            ScriptedAction::PanicOnce if first => panic!("as the message says"),
+            ScriptedAction::Hang if run.attempt == 1 => std::future::pending().await,
+            ScriptedAction::Slow => tokio::time::sleep(Duration::from_millis(script.ms)).await,
             _ => {}
         }
         self.diary.write(&Entry::Effect(run));

@@ -9,7 +9,7 @@ pub(crate) use kafka::set_rejected_writes;
 
 use crate::Error;
 use crate::ledger::{Log, RejectedTo};
-use crate::message::Outgoing;
+use crate::message::OutgoingMessage;
 use crate::run::ConsumerMode;
 use crate::worker::Broker;
 
@@ -23,9 +23,9 @@ const DESTINATION_SUFFIXES: [(&str, RejectedTo); 2] = [
 #[derive(Debug)]
 pub enum BrokerClient {
     /// On Kafka.
-    Kafka(kafka::BrokerClient),
+    Kafka(kafka::KafkaClient),
     /// On RabbitMQ.
-    Rabbit(Box<rabbit::BrokerClient>),
+    Rabbit(Box<rabbit::RabbitClient>),
 }
 
 /// A dead letter or an in-doubt message.
@@ -51,8 +51,8 @@ impl BrokerClient {
         consumer_mode: ConsumerMode,
     ) -> Result<Self, Error> {
         Ok(match broker {
-            Broker::Kafka => Self::Kafka(kafka::BrokerClient::open(url, name).await?),
-            Broker::Rabbitmq => Self::Rabbit(Box::new(rabbit::BrokerClient::new(
+            Broker::Kafka => Self::Kafka(kafka::KafkaClient::open(url, name).await?),
+            Broker::Rabbitmq => Self::Rabbit(Box::new(rabbit::RabbitClient::new(
                 url,
                 name,
                 consumer_mode,
@@ -65,7 +65,11 @@ impl BrokerClient {
     ///
     /// # Errors
     /// A permanent error.
-    pub async fn publish(&self, messages: Vec<Outgoing>, log: &Arc<Log>) -> Result<(), Error> {
+    pub async fn publish(
+        &self,
+        messages: Vec<OutgoingMessage>,
+        log: &Arc<Log>,
+    ) -> Result<(), Error> {
         match self {
             Self::Kafka(client) => client.publish(messages, log).await,
             Self::Rabbit(client) => client.publish(messages, log).await,
@@ -104,7 +108,7 @@ impl BrokerClient {
     }
 
     /// A client for the committed offsets of the consumer group; none on RabbitMQ.
-    pub fn group(&self) -> Option<kafka::Group> {
+    pub fn group(&self) -> Option<kafka::GroupOffsets> {
         match self {
             Self::Kafka(client) => client.group(),
             Self::Rabbit(_) => None,

@@ -61,7 +61,7 @@ pub enum Ordered {
 
 /// The guarantee, bounds and settings by which a run is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Rules {
+pub struct CheckRules {
     /// The guarantee of the consumers.
     #[serde(rename = "promise")]
     pub guarantee: TestedGuarantee,
@@ -127,7 +127,7 @@ pub enum Invariant {
     /// Effectively once: one unique effect; each other effect has a cause in the fault log.
     I3,
     /// No two concurrent handlers of one id, except one that lost its lease and is cancelled within
-    /// [`Rules::grace`].
+    /// [`CheckRules::grace`].
     I4,
     /// Effects of messages with the same key are in the order in which the messages were sent.
     I5,
@@ -235,7 +235,7 @@ impl Invariant {
     }
 
     /// Whether it applies under these rules. For `bare` only those apply that show its losses.
-    pub fn applies(self, rules: &Rules) -> bool {
+    pub fn applies(self, rules: &CheckRules) -> bool {
         match self {
             Self::I13 => rules.scope == CheckScope::All,
             Self::I10 if rules.scope == CheckScope::LedgerOnly => false,
@@ -396,7 +396,7 @@ impl Checked {
 }
 
 /// Checks a ledger.
-pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
+pub fn check(ledger: &Ledger, rules: &CheckRules) -> Checked {
     let windows = Windows::of(ledger);
     let mut finder = Finder {
         ledger,
@@ -433,7 +433,7 @@ pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
 /// The state that all checks share.
 struct Finder<'a> {
     ledger: &'a Ledger,
-    rules: &'a Rules,
+    rules: &'a CheckRules,
     windows: &'a Windows,
     checked: Checked,
 }

@@ -110,7 +110,7 @@ async fn consume(
     let consumer = Consumer::builder()
         .source(Recorded::new(source, Arc::clone(&log)))
         .store(Recorded::new(store, Arc::clone(&log)))
-        .handler(Effects {
+        .handler(SinkHandler {
             sink,
             log,
             runs: AtomicU64::new(0),
@@ -152,13 +152,13 @@ fn handlers(name: &str) -> Execution {
 }
 
 /// A handler that applies the effect of a message at the sink, halfway through its running time.
-struct Effects {
+struct SinkHandler {
     sink: Sink,
     log: Arc<Log>,
     runs: AtomicU64,
 }
 
-impl Handler for Effects {
+impl Handler for SinkHandler {
     type Payload = Work;
 
     async fn handle(&self, work: Work, cx: &Context) -> Result<(), Failure> {

@@ -24,7 +24,7 @@ const BUCKETS: [f64; 4] = [0.001, 0.01, 0.1, 1.0];
 
 /// All metrics of this process.
 #[derive(Clone, Debug)]
-pub struct Counters {
+pub struct ProcessMetrics {
     all: All,
     log: Arc<Log>,
     /// The path of the Prometheus text; locked while it is written.
@@ -38,7 +38,7 @@ struct All {
     handle: PrometheusHandle,
 }
 
-impl Counters {
+impl ProcessMetrics {
     /// Installs the global metrics recorder. Writes every second the counters to the ledger and the
     /// Prometheus text to a file in the folder.
     ///

@@ -28,19 +28,19 @@ pub struct Fleet {
     folder: PathBuf,
     arguments: Vec<String>,
     log: Arc<Log>,
-    slots: Vec<Mutex<Slot>>,
+    slots: Vec<Mutex<ConsumerSlot>>,
 }
 
 /// The slot of a consumer.
 #[derive(Debug, Default)]
-pub struct Slot {
+pub struct ConsumerSlot {
     number: usize,
     started: u32,
-    process: Option<Process>,
+    process: Option<WorkerProcess>,
 }
 
 #[derive(Debug)]
-struct Process {
+struct WorkerProcess {
     name: String,
     child: Child,
     /// A process ends when this pipe closes, so that it does not outlive the harness.
@@ -52,9 +52,9 @@ impl Fleet {
     pub fn new(slots: usize, folder: &Path, arguments: Vec<String>, log: Arc<Log>) -> Self {
         let slots = (0..slots)
             .map(|number| {
-                Mutex::new(Slot {
+                Mutex::new(ConsumerSlot {
                     number,
-                    ..Slot::default()
+                    ..ConsumerSlot::default()
                 })
             })
             .collect();
@@ -72,7 +72,7 @@ impl Fleet {
     }
 
     /// Locks a slot.
-    pub fn slot(&self, number: usize) -> MutexGuard<'_, Slot> {
+    pub fn slot(&self, number: usize) -> MutexGuard<'_, ConsumerSlot> {
         self.slots[number % self.slots.len()]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -82,7 +82,7 @@ impl Fleet {
     ///
     /// # Errors
     /// The error of the operating system.
-    pub fn start(&self, slot: &mut Slot) -> Result<(), Error> {
+    pub fn start(&self, slot: &mut ConsumerSlot) -> Result<(), Error> {
         if slot.process.is_none() {
             slot.started += 1;
             let name = format!("c{}.{}", slot.number, slot.started);
@@ -91,7 +91,7 @@ impl Fleet {
                 .args(["consume", "--name", &name])
                 .args(&self.arguments);
             let mut child = command.spawn()?;
-            slot.process = Some(Process {
+            slot.process = Some(WorkerProcess {
                 name,
                 _stdin: child.stdin.take(),
                 child,
@@ -110,7 +110,7 @@ impl Fleet {
 
     /// The name and process id of each running consumer, except those in locked slots.
     pub fn running(&self) -> Vec<(String, u32)> {
-        let name_and_number = |slot: &Mutex<Slot>| {
+        let name_and_number = |slot: &Mutex<ConsumerSlot>| {
             let slot = slot.try_lock().ok()?;
             slot.process
                 .as_ref()
@@ -149,7 +149,7 @@ impl Fleet {
     ///
     /// # Errors
     /// The error of the operating system.
-    pub fn kill(&self, slot: &mut Slot) -> Result<(), Error> {
+    pub fn kill(&self, slot: &mut ConsumerSlot) -> Result<(), Error> {
         let Some(mut process) = slot.process.take() else {
             return Ok(());
         };
@@ -168,7 +168,7 @@ impl Fleet {
     ///
     /// # Errors
     /// The error of the operating system.
-    pub fn terminate(&self, slot: &mut Slot) -> Result<(), Error> {
+    pub fn terminate(&self, slot: &mut ConsumerSlot) -> Result<(), Error> {
         self.wait_until_ready(slot)?;
         slot.signal(Signal::TERM)?;
         self.ended(slot, Instant::now())
@@ -194,7 +194,7 @@ impl Fleet {
 
     /// Waits until the consumer handles SIGTERM: it installs the handler before it creates its
     /// ledger file; see [`Worker::begin`](crate::worker::Worker::begin).
-    fn wait_until_ready(&self, slot: &mut Slot) -> Result<(), Error> {
+    fn wait_until_ready(&self, slot: &mut ConsumerSlot) -> Result<(), Error> {
         let Some(process) = &mut slot.process else {
             return Ok(());
         };
@@ -211,7 +211,7 @@ impl Fleet {
         Ok(())
     }
 
-    fn ended(&self, slot: &mut Slot, since: Instant) -> Result<(), Error> {
+    fn ended(&self, slot: &mut ConsumerSlot, since: Instant) -> Result<(), Error> {
         let Some(mut process) = slot.process.take() else {
             return Ok(());
         };
@@ -250,7 +250,7 @@ impl Fleet {
     }
 }
 
-impl Slot {
+impl ConsumerSlot {
     /// The name of the consumer in it.
     pub fn name(&self) -> Option<String> {
         self.process.as_ref().map(|process| process.name.clone())
@@ -271,7 +271,7 @@ impl Slot {
     }
 }
 
-impl Drop for Process {
+impl Drop for WorkerProcess {
     fn drop(&mut self) {
         // Fails if it has already ended.
         let _ = self.child.kill();
@@ -281,12 +281,12 @@ impl Drop for Process {
 
 /// Writes the fault log.
 #[derive(Debug)]
-pub struct Faults {
+pub struct FaultLog {
     log: Arc<Log>,
     next: AtomicU64,
 }
 
-impl Faults {
+impl FaultLog {
     /// Writes to this ledger file.
     pub fn new(log: Arc<Log>) -> Self {
         Self {
@@ -322,7 +322,7 @@ impl Faults {
 /// The sink's process; killed when it is dropped.
 #[derive(Debug)]
 pub struct SinkProcess {
-    process: Process,
+    process: WorkerProcess,
     address: SocketAddr,
 }
 
@@ -343,7 +343,7 @@ impl SinkProcess {
         if let Some(output) = child.stdout.take() {
             BufReader::new(output).read_line(&mut line)?;
         }
-        let process = Process {
+        let process = WorkerProcess {
             name: "sink".into(),
             _stdin: child.stdin.take(),
             child,

@@ -25,7 +25,7 @@ pub struct Ledger {
 
 /// Why the ledger cannot be read.
 #[derive(Debug, thiserror::Error)]
-pub enum Unreadable {
+pub enum LedgerError {
     /// A file cannot be read.
     #[error("{path}: {source}")]
     File {
@@ -67,9 +67,9 @@ impl Ledger {
     /// which a killed process may leave.
     ///
     /// # Errors
-    /// [`Unreadable`].
-    pub fn read(folder: &Path) -> Result<Self, Unreadable> {
-        let failed = |path: &Path, source| Unreadable::File {
+    /// [`LedgerError`].
+    pub fn read(folder: &Path) -> Result<Self, LedgerError> {
+        let failed = |path: &Path, source| LedgerError::File {
             path: path.display().to_string(),
             source,
         };
@@ -84,7 +84,7 @@ impl Ledger {
                     std::fs::read_to_string(&path).map_err(|source| failed(&path, source))?;
                 let whole = text.rfind('\n').map_or("", |end| &text[..end]);
                 for (index, line) in whole.lines().enumerate() {
-                    let unreadable = |source| Unreadable::Line {
+                    let unreadable = |source| LedgerError::Line {
                         path: path.display().to_string(),
                         line: index + 1,
                         source,

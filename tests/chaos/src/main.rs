@@ -11,7 +11,7 @@ use oncegate_chaos::check::{TestedGuarantee, check};
 use oncegate_chaos::consume;
 use oncegate_chaos::ledger::Ledger;
 use oncegate_chaos::matrix::table::Matrix;
-use oncegate_chaos::report::{Report, Verdict};
+use oncegate_chaos::report::{Report, RunVerdict};
 use oncegate_chaos::run::ConsumerMode;
 use oncegate_chaos::scenario::{ScenarioOptions, ScenarioRunner};
 use oncegate_chaos::schedule::Lengths;
@@ -349,22 +349,22 @@ fn verdict(report: &Report, folder: Option<&Path>) -> ExitCode {
         .map(|folder| format!(" ({})", folder.join("report.md").display()))
         .unwrap_or_default();
     match report.verdict() {
-        Verdict::Passed => {
+        RunVerdict::Passed => {
             println!("chaos: PASSED: {}{place}", report.line());
             ExitCode::SUCCESS
         }
-        Verdict::LostAsExpected => {
+        RunVerdict::LostAsExpected => {
             println!(
                 "chaos: FAILED, as expected of bare: {}{place}",
                 report.line()
             );
             ExitCode::FAILURE
         }
-        Verdict::LostNothing => {
+        RunVerdict::LostNothing => {
             println!("chaos: INCONCLUSIVE: {}{place}", report.line());
             ExitCode::from(CONTROL_LOST_NOTHING)
         }
-        Verdict::Violated => {
+        RunVerdict::Violated => {
             println!("chaos: FAILED: {}{place}", report.line());
             ExitCode::FAILURE
         }

@@ -15,14 +15,14 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 pub(crate) use cell::{message, run as run_cell};
-use consumer::Markers;
+use consumer::TestedStore;
 use group::Combination;
-use servers::Servers;
-use step::{STEPS, Step};
+use servers::MatrixServers;
+use step::{CrashStep, STEPS};
 use table::{Cell, Matrix};
 
 use crate::check::TestedGuarantee;
-use crate::report::{Report, Run};
+use crate::report::{Report, ReportedRun};
 use crate::worker::Broker;
 use crate::{Error, Stopping, lock};
 
@@ -51,7 +51,7 @@ pub fn columns() -> Vec<Combination> {
         TestedGuarantee::Bare,
     ] {
         for broker in [Broker::Kafka, Broker::Rabbitmq] {
-            for markers in [Markers::Redis, Markers::Sqlite] {
+            for markers in [TestedStore::Redis, TestedStore::Sqlite] {
                 all.push(Combination {
                     broker,
                     markers,
@@ -77,10 +77,10 @@ pub fn run(
         return Err("this build has no crash points: run `cargo xtask chaos --matrix`".into());
     }
     std::fs::create_dir_all(folder)?;
-    let servers = Servers::start()?;
+    let servers = MatrixServers::start()?;
     let versions = servers.versions();
     let begun = Instant::now();
-    let wanted = |step: &Step| {
+    let wanted = |step: &CrashStep| {
         options.steps.is_empty()
             || options
                 .steps
@@ -96,7 +96,7 @@ pub fn run(
                 })
     };
     let mut matrix = Matrix::default();
-    let mut due: VecDeque<(&'static Step, Combination)> = VecDeque::new();
+    let mut due: VecDeque<(&'static CrashStep, Combination)> = VecDeque::new();
     for step in STEPS.iter().filter(|step| wanted(step)) {
         for combination in columns().into_iter().filter(combination) {
             match step.absent(combination) {
@@ -127,7 +127,7 @@ pub fn run(
                             format!("matrix {}", step.name),
                             combination.broker.name().to_owned(),
                         );
-                        let run = Run {
+                        let run = ReportedRun {
                             scenario,
                             broker,
                             seed: 0,
@@ -178,7 +178,7 @@ pub fn run(
     Ok((matrix, sum))
 }
 
-fn folder_of(folder: &Path, step: &Step, combination: Combination) -> PathBuf {
+fn folder_of(folder: &Path, step: &CrashStep, combination: Combination) -> PathBuf {
     let guarantee = serde_json::to_value(combination.guarantee).unwrap_or_default();
     let guarantee = guarantee.as_str().unwrap_or_default();
     folder.join(format!(

@@ -14,7 +14,7 @@ const ABORT_EVERY: u64 = 40;
 
 /// A message to publish.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Outgoing {
+pub struct OutgoingMessage {
     /// The id. Its prefix selects the behavior of the handler: see [`HandlerBehavior::of`].
     pub id: String,
     /// The key, if any: a prefix of the id.
@@ -72,7 +72,7 @@ pub struct Messages {
     rare: u16,
     abort_every: u64,
     /// Pending copies, each with the number of the message after which it is sent.
-    copies: Vec<(u64, Outgoing)>,
+    copies: Vec<(u64, OutgoingMessage)>,
 }
 
 /// Whether some messages make consumers abort, each several until its crashes are exhausted.
@@ -118,7 +118,7 @@ impl Messages {
     }
 
     /// The pending copies, to send after the last message.
-    pub fn pending_copies(&mut self) -> Vec<Outgoing> {
+    pub fn pending_copies(&mut self) -> Vec<OutgoingMessage> {
         std::mem::take(&mut self.copies)
             .into_iter()
             .map(|(_, copy)| copy)
@@ -136,9 +136,9 @@ impl Messages {
 }
 
 impl Iterator for Messages {
-    type Item = Outgoing;
+    type Item = OutgoingMessage;
 
-    fn next(&mut self) -> Option<Outgoing> {
+    fn next(&mut self) -> Option<OutgoingMessage> {
         if let Some(due) = self.copies.iter().position(|(after, _)| *after < self.next) {
             return Some(self.copies.swap_remove(due).1);
         }
@@ -146,7 +146,7 @@ impl Iterator for Messages {
         self.next += 1;
         let ms = self.milliseconds();
         let body = serde_json::to_string(&Work { ms }).expect("a number");
-        let without_key = |prefix: &str| Outgoing {
+        let without_key = |prefix: &str| OutgoingMessage {
             id: format!("{prefix}-{number:07}"),
             key: None,
             body: body.clone(),
@@ -162,7 +162,7 @@ impl Iterator for Messages {
             (_, 6..500) => without_key("u"),
             _ => {
                 let key = format!("k{:02}", self.random.u32(0..self.keys));
-                Outgoing {
+                OutgoingMessage {
                     id: format!("{key}-{number:07}"),
                     key: Some(key),
                     body,
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn messages_have_all_behaviors_copies_and_keys() {
-        let messages: Vec<Outgoing> = Messages::new(3, Aborts::Some, Kinds::All, 100)
+        let messages: Vec<OutgoingMessage> = Messages::new(3, Aborts::Some, Kinds::All, 100)
             .take(5_000)
             .collect();
         let different: HashSet<&str> = messages.iter().map(|it| it.id.as_str()).collect();
@@ -225,7 +225,8 @@ mod tests {
                 "{behavior:?}"
             );
         }
-        let hangs = |message: &Outgoing| HandlerBehavior::of(&message.id) == HandlerBehavior::Hang;
+        let hangs =
+            |message: &OutgoingMessage| HandlerBehavior::of(&message.id) == HandlerBehavior::Hang;
         assert!(
             !Messages::new(3, Aborts::Some, Kinds::WithoutHanging, 100)
                 .take(5_000)

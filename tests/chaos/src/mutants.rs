@@ -12,7 +12,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use crate::check::Invariant;
-use crate::matrix::servers::Servers;
+use crate::matrix::servers::MatrixServers;
 use crate::{Error, Stopping, lock};
 use scenarios::{RunScenario, ViolationCounts};
 
@@ -185,7 +185,7 @@ const MUTANTS: [Mutant; 12] = [
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MutantResults {
     /// In the order of the table.
-    pub mutants: Vec<Outcome>,
+    pub mutants: Vec<MutantResult>,
     /// The violations of the unmodified code in each scenario; none if it passes.
     #[serde(rename = "right")]
     pub unmodified: BTreeMap<String, BTreeMap<Invariant, usize>>,
@@ -200,7 +200,7 @@ pub struct MutantResults {
 
 /// The result of one mutant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Outcome {
+pub struct MutantResult {
     /// Its name.
     pub name: String,
     /// What it does.
@@ -227,7 +227,7 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<MutantRes
         return Err("this build has no mutants: run `cargo xtask chaos --mutants`".into());
     }
     std::fs::create_dir_all(folder)?;
-    let servers = Servers::start()?;
+    let servers = MatrixServers::start()?;
     let begun = Instant::now();
     let mutants: Vec<&Mutant> = MUTANTS
         .iter()
@@ -315,7 +315,7 @@ fn run_scenario(
         }
         return;
     };
-    let mut outcome = Outcome {
+    let mut outcome = MutantResult {
         name: (*name).to_owned(),
         text: (*text).to_owned(),
         scenario: scenario.to_owned(),
@@ -351,7 +351,7 @@ fn invariants_text(broken: &BTreeMap<Invariant, usize>) -> String {
         .join(", ")
 }
 
-impl Outcome {
+impl MutantResult {
     /// Whether it violated the expected invariant.
     pub fn is_caught(&self) -> bool {
         self.by.contains_key(&self.must_violate)
@@ -372,7 +372,9 @@ impl MutantResults {
     pub fn passed(&self) -> bool {
         let unmodified_passed =
             self.not_run.is_empty() && self.unmodified.values().all(BTreeMap::is_empty);
-        !self.mutants.is_empty() && self.mutants.iter().all(Outcome::is_caught) && unmodified_passed
+        !self.mutants.is_empty()
+            && self.mutants.iter().all(MutantResult::is_caught)
+            && unmodified_passed
     }
 
     /// A summary in one line.
@@ -405,7 +407,7 @@ impl MutantResults {
             self.verdict()
         );
         for outcome in &self.mutants {
-            let Outcome {
+            let MutantResult {
                 name,
                 text: does,
                 scenario,
@@ -488,7 +490,7 @@ mod tests {
     #[test]
     fn a_surviving_mutant_or_a_violation_of_the_unmodified_code_fails() {
         let broken = |by: &[Invariant]| by.iter().map(|it| (*it, 2)).collect::<BTreeMap<_, _>>();
-        let outcome = |by: &[Invariant]| Outcome {
+        let outcome = |by: &[Invariant]| MutantResult {
             name: "accept-a-busy".into(),
             text: "accepts".into(),
             scenario: "crash-beside-copies".into(),

@@ -13,7 +13,7 @@ use crate::broker_client::BrokerClient;
 use crate::check::TestedGuarantee;
 use crate::fleet::{Fleet, SinkProcess};
 use crate::ledger::{Log, Record, What};
-use crate::message::{Outgoing, Work};
+use crate::message::{OutgoingMessage, Work};
 use crate::run::{ConsumerMode, base_arguments};
 use crate::schedule::LEASE;
 use crate::servers::TestServers;
@@ -171,10 +171,10 @@ fn probe(
             ms: random.u64(5..60),
         })
     };
-    let messages: Result<Vec<Outgoing>, _> = ids
+    let messages: Result<Vec<OutgoingMessage>, _> = ids
         .iter()
         .map(|id| {
-            Ok::<_, serde_json::Error>(Outgoing {
+            Ok::<_, serde_json::Error>(OutgoingMessage {
                 id: id.clone(),
                 key: None,
                 body: body(&mut random)?,
@@ -196,7 +196,7 @@ fn probe(
         Arc::clone(&log),
     );
     fleet.start_all()?;
-    let mut effects = Effects::of(folder)?;
+    let mut effects = ProbeEffects::of(folder)?;
     effects.until(1, START_TIMEOUT, stopping)?;
     for kill in 1..=options.kills {
         // Spread over the messages, at random moments.
@@ -214,7 +214,7 @@ fn probe(
     if lost.is_empty() {
         std::fs::remove_dir_all(folder)?; // a probe without losses needs no evidence
     }
-    let Effects {
+    let ProbeEffects {
         all,
         unique,
         longest,
@@ -233,7 +233,7 @@ fn probe(
 }
 
 /// The effects of a probe so far.
-struct Effects {
+struct ProbeEffects {
     file: File,
     /// An incomplete last line.
     incomplete_line: Vec<u8>,
@@ -244,7 +244,7 @@ struct Effects {
     longest: Duration,
 }
 
-impl Effects {
+impl ProbeEffects {
     fn of(folder: &Path) -> Result<Self, Error> {
         let file = File::open(folder.join(FILE))?;
         Ok(Self {

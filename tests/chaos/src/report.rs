@@ -7,8 +7,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Checked, Counts, Invariant, Rules, TestedGuarantee, Violation};
-use crate::schedule::Kind;
+use crate::check::{CheckRules, Checked, Counts, Invariant, TestedGuarantee, Violation};
+use crate::schedule::FaultKind;
 
 /// The maximum number of violations that a report lists; it counts all.
 const MAX_LISTED: usize = 20;
@@ -17,7 +17,7 @@ const PAIRS: usize = 10;
 
 /// One run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Run {
+pub struct ReportedRun {
     /// The scenario.
     pub scenario: String,
     /// `kafka` or `rabbitmq`.
@@ -25,7 +25,7 @@ pub struct Run {
     /// The seed of messages and schedule.
     pub seed: u64,
     /// The rules by which it was checked.
-    pub rules: Rules,
+    pub rules: CheckRules,
     /// The tested versions.
     pub versions: BTreeMap<String, String>,
     /// The duration, in seconds.
@@ -48,7 +48,7 @@ pub struct Recovery {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
     /// The runs.
-    pub runs: Vec<Run>,
+    pub runs: Vec<ReportedRun>,
     /// The sums of their counts.
     pub counts: Counts,
     /// Recovery times by kind of fault.
@@ -64,7 +64,7 @@ pub struct Report {
 
 /// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum RunVerdict {
     /// All invariants held.
     Passed,
     /// `bare` lost messages, as expected, so the harness detects losses.
@@ -80,7 +80,7 @@ pub enum Verdict {
 #[error("cannot add reports of bare to others: its expected losses would count as violations")]
 pub struct MixedWithBare;
 
-impl Verdict {
+impl RunVerdict {
     /// Whether the result is the expected one.
     pub fn passed(self) -> bool {
         matches!(self, Self::Passed | Self::LostAsExpected)
@@ -89,8 +89,8 @@ impl Verdict {
 
 impl Report {
     /// The report of one run.
-    pub fn of(run: Run, checked: Checked, recovery: BTreeMap<String, Recovery>) -> Self {
-        let run = Run {
+    pub fn of(run: ReportedRun, checked: Checked, recovery: BTreeMap<String, Recovery>) -> Self {
+        let run = ReportedRun {
             lost: checked.counts.lost,
             ..run
         };
@@ -123,12 +123,12 @@ impl Report {
     }
 
     /// The result of all runs. `bare` is only checked for losses.
-    pub fn verdict(&self) -> Verdict {
+    pub fn verdict(&self) -> RunVerdict {
         match (self.is_of_bare(), self.violated.is_empty()) {
-            (true, _) if self.runs.iter().any(|run| run.lost == 0) => Verdict::LostNothing,
-            (true, _) => Verdict::LostAsExpected,
-            (false, true) => Verdict::Passed,
-            (false, false) => Verdict::Violated,
+            (true, _) if self.runs.iter().any(|run| run.lost == 0) => RunVerdict::LostNothing,
+            (true, _) => RunVerdict::LostAsExpected,
+            (false, true) => RunVerdict::Passed,
+            (false, false) => RunVerdict::Violated,
         }
     }
 
@@ -186,12 +186,12 @@ impl Report {
         let counts = &self.counts;
         let faults: u64 = counts.faults.values().sum();
         let text = match self.verdict() {
-            Verdict::Passed => "passed".to_owned(),
-            Verdict::LostAsExpected => "bare lost messages, as expected".to_owned(),
-            Verdict::LostNothing => {
+            RunVerdict::Passed => "passed".to_owned(),
+            RunVerdict::LostAsExpected => "bare lost messages, as expected".to_owned(),
+            RunVerdict::LostNothing => {
                 "a run of bare lost no message, so the harness may not detect losses".to_owned()
             }
-            Verdict::Violated => {
+            RunVerdict::Violated => {
                 let broken: Vec<String> = self
                     .violated
                     .iter()
@@ -376,7 +376,7 @@ impl Report {
                     .get(kind)
                     .map(|recovery| recovery.longest_ms.into()),
             );
-            let bound = or_none(Kind::of(kind).map(|kind| kind.recovery_bound().as_millis()));
+            let bound = or_none(FaultKind::of(kind).map(|kind| kind.recovery_bound().as_millis()));
             let first_effect = or_none(counts.first_effect_ms.get(kind).map(|ms| (*ms).into()));
             let measured = counts.first_effects.get(kind).copied().unwrap_or_default();
             let rate = or_none(counts.rate_recovery_ms.get(kind).map(|ms| (*ms).into()));
@@ -452,7 +452,7 @@ impl Report {
 
     fn write_runs(&self, text: &mut String) -> std::fmt::Result {
         text.push_str("| scenario | broker | guarantee | seed | seconds |\n| --- | --- | --- | ---: | ---: |\n");
-        for Run {
+        for ReportedRun {
             scenario,
             broker,
             seed,
@@ -556,9 +556,9 @@ mod tests {
     use super::*;
     use crate::check::{CheckScope, ClaimDurability, Ordered};
 
-    fn run(guarantee: TestedGuarantee) -> Run {
+    fn run(guarantee: TestedGuarantee) -> ReportedRun {
         let second = Duration::from_secs(1);
-        let rules = Rules {
+        let rules = CheckRules {
             guarantee,
             order: Ordered::Not,
             lease: 2 * second,
@@ -571,7 +571,7 @@ mod tests {
             scope: CheckScope::All,
         };
         let versions = BTreeMap::from([("Redis".to_owned(), "7.0.15".to_owned())]);
-        Run {
+        ReportedRun {
             scenario: "mixed".into(),
             broker: "kafka".into(),
             seed: 7,
@@ -616,28 +616,28 @@ mod tests {
     fn bare_must_lose_messages_and_no_other_guarantee_may() {
         assert_eq!(
             report(TestedGuarantee::AtMostOnce, 0, vec![]).verdict(),
-            Verdict::Passed
+            RunVerdict::Passed
         );
         assert_eq!(
             report(TestedGuarantee::AtMostOnce, 1, vec![loss()]).verdict(),
-            Verdict::Violated
+            RunVerdict::Violated
         );
         assert_eq!(
             report(TestedGuarantee::Bare, 1, vec![loss()]).verdict(),
-            Verdict::LostAsExpected
+            RunVerdict::LostAsExpected
         );
         assert_eq!(
             report(TestedGuarantee::Bare, 0, vec![]).verdict(),
-            Verdict::LostNothing
+            RunVerdict::LostNothing
         );
-        assert!(!Verdict::LostNothing.passed() && !Verdict::Violated.passed());
+        assert!(!RunVerdict::LostNothing.passed() && !RunVerdict::Violated.passed());
     }
 
     #[test]
     fn each_run_of_bare_must_lose_messages() {
         let mut both = report(TestedGuarantee::Bare, 3, vec![loss()]);
         both.add(report(TestedGuarantee::Bare, 0, vec![])).unwrap();
-        assert_eq!(both.verdict(), Verdict::LostNothing);
+        assert_eq!(both.verdict(), RunVerdict::LostNothing);
         assert!(both.line().contains("lost no message"), "{}", both.line());
     }
 
@@ -645,8 +645,8 @@ mod tests {
     fn only_invariants_that_a_run_can_violate_count_as_checked() {
         let runs_checking = |scope, counts| {
             let run = run(TestedGuarantee::AtMostOnce);
-            let run = Run {
-                rules: Rules { scope, ..run.rules },
+            let run = ReportedRun {
+                rules: CheckRules { scope, ..run.rules },
                 ..run
             };
             Report::of(
@@ -713,7 +713,7 @@ mod tests {
         );
         assert_eq!(
             (sum.violated[&Invariant::I1], sum.verdict()),
-            (1, Verdict::Violated)
+            (1, RunVerdict::Violated)
         );
         assert!(sum.line().ends_with("violated: I1 × 1"), "{}", sum.line());
     }

@@ -13,15 +13,15 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
 use crate::broker_client::BrokerClient;
-use crate::check::{CheckScope, ClaimDurability, Ordered, Rules, TestedGuarantee, check};
+use crate::check::{CheckRules, CheckScope, ClaimDurability, Ordered, TestedGuarantee, check};
 use crate::consume::ATTEMPTS;
-use crate::fleet::{Faults, Fleet, SinkProcess};
+use crate::fleet::{FaultLog, Fleet, SinkProcess};
 use crate::flow::{Flow, SPAN};
 use crate::ledger::{Ledger, Log, What};
 use crate::message::{Aborts, Kinds, Messages};
 use crate::processors::Processors;
-use crate::report::{Recovery, Report, Run};
-use crate::schedule::{Kind, LEASE, Lengths, Planned, Schedule};
+use crate::report::{Recovery, Report, ReportedRun};
+use crate::schedule::{FaultKind, LEASE, Lengths, Planned, Schedule};
 use crate::servers::{FaultContext, OnDataLoss, TestServers};
 use crate::watch::{self, Watch};
 use crate::worker::Broker;
@@ -51,7 +51,7 @@ const RECOVERY_TIMEOUT: Duration = Duration::from_secs(40);
 
 /// The settings of a run.
 #[derive(Clone, Debug, Serialize)]
-pub struct Plan {
+pub struct RunSettings {
     /// The name of the scenario.
     pub scenario: String,
     /// The guarantee of the consumers.
@@ -63,7 +63,7 @@ pub struct Plan {
     /// The number of consumers.
     pub consumers: usize,
     /// The kinds of faults.
-    pub kinds: Vec<Kind>,
+    pub kinds: Vec<FaultKind>,
     /// The durations of faults.
     pub lengths: Lengths,
     /// When the run ends.
@@ -141,7 +141,7 @@ pub enum FaultConcurrency {
 /// # Errors
 /// The run could not be completed, so it has no result.
 pub fn run(
-    plan: &Plan,
+    plan: &RunSettings,
     servers: &TestServers,
     folder: &Path,
     stopping: &Stopping,
@@ -166,7 +166,7 @@ pub fn run(
         (Broker::Rabbitmq, ConsumerMode::Competing) => Ordered::Not,
     };
     let (guarantee, store) = (plan.guarantee, plan.redis.claim_durability());
-    let rules = Rules {
+    let rules = CheckRules {
         guarantee,
         order,
         lease: LEASE,
@@ -180,7 +180,7 @@ pub fn run(
     };
     let checked = check(&Ledger::read(folder)?, &rules);
     let (scenario, broker) = (plan.scenario.clone(), servers.broker().name().to_owned());
-    let run = Run {
+    let run = ReportedRun {
         scenario,
         broker,
         seed: plan.seed,
@@ -196,7 +196,7 @@ pub fn run(
 
 /// A run in progress.
 struct ActiveRun<'a> {
-    plan: &'a Plan,
+    plan: &'a RunSettings,
     servers: &'a TestServers,
     folder: &'a Path,
     queue: &'a str,
@@ -215,7 +215,7 @@ struct ActiveRun<'a> {
 
 impl<'a> ActiveRun<'a> {
     fn start(
-        plan: &'a Plan,
+        plan: &'a RunSettings,
         servers: &'a TestServers,
         folder: &'a Path,
         queue: &'a str,
@@ -272,7 +272,7 @@ impl<'a> ActiveRun<'a> {
 
     /// Injects faults until the run ends, and waits for the publisher.
     fn inject_faults(&mut self) -> Result<BTreeMap<String, Recovery>, Error> {
-        let faults = Faults::new(Arc::clone(&self.log));
+        let faults = FaultLog::new(Arc::clone(&self.log));
         let mut recovery: BTreeMap<String, Recovery> = BTreeMap::new();
         let mut schedule = Schedule::new(&self.plan.kinds, self.plan.lengths, self.plan.seed);
         let mut injected = 0;
@@ -352,7 +352,7 @@ impl<'a> ActiveRun<'a> {
     /// Injects two faults; the second starts during the first.
     fn inject_two(
         &self,
-        faults: &Faults,
+        faults: &FaultLog,
         planned: [Planned; 2],
         injected: u64,
     ) -> Result<(), Error> {
@@ -367,7 +367,7 @@ impl<'a> ActiveRun<'a> {
         })
     }
 
-    fn fault_context<'b>(&'b self, faults: &'b Faults) -> FaultContext<'b> {
+    fn fault_context<'b>(&'b self, faults: &'b FaultLog) -> FaultContext<'b> {
         let pauses = self.plan.guarantee == TestedGuarantee::AtMostOnce
             && self.plan.redis.claim_durability() == ClaimDurability::MayBeLost;
         let on_data_loss = if pauses {
@@ -526,7 +526,7 @@ enum PauseEnd {
 }
 
 async fn publish(
-    plan: Plan,
+    plan: RunSettings,
     client: Arc<BrokerClient>,
     log: Arc<Log>,
     enough: Arc<AtomicBool>,
@@ -601,7 +601,7 @@ pub(crate) fn base_arguments(
 }
 
 fn arguments(
-    plan: &Plan,
+    plan: &RunSettings,
     servers: &TestServers,
     folder: &Path,
     queue: &str,

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use crate::check::TestedGuarantee;
 use crate::message::{Aborts, Kinds};
-use crate::report::{Report, Verdict};
-use crate::run::{ConsumerMode, FaultConcurrency, Plan, RedisSetup, RunEnd, run};
+use crate::report::{Report, RunVerdict};
+use crate::run::{ConsumerMode, FaultConcurrency, RedisSetup, RunEnd, RunSettings, run};
 use crate::schedule::{
-    COMMON_FAULTS, KAFKA_FAULTS, Kind, Lengths, RABBITMQ_FAULTS, SENTINEL_FAULTS,
+    COMMON_FAULTS, FaultKind, KAFKA_FAULTS, Lengths, RABBITMQ_FAULTS, SENTINEL_FAULTS,
 };
 use crate::servers::TestServers;
 use crate::worker::Broker;
@@ -75,12 +75,12 @@ pub enum Keep {
 }
 
 impl ScenarioOptions {
-    fn plan(&self, broker: Broker, guarantee: TestedGuarantee) -> Result<Plan, Error> {
+    fn plan(&self, broker: Broker, guarantee: TestedGuarantee) -> Result<RunSettings, Error> {
         let (mut kinds, concurrency, aborts) = match self.name.as_str() {
             "mixed" => (all(broker), FaultConcurrency::One, Aborts::Some),
             "pairs" => (all(broker), FaultConcurrency::Two, Aborts::Some),
             name => (
-                vec![name.parse::<Kind>()?],
+                vec![name.parse::<FaultKind>()?],
                 FaultConcurrency::One,
                 Aborts::Never,
             ),
@@ -89,10 +89,10 @@ impl ScenarioOptions {
         // next consumer receives later ones at once. No client can keep the order then, so this
         // fault only runs if it is selected by name.
         if self.consumer_mode == ConsumerMode::SingleActive && kinds.len() > 1 {
-            kinds.retain(|kind| *kind != Kind::CancelConsumers);
+            kinds.retain(|kind| *kind != FaultKind::CancelConsumers);
         }
         let sentinels = SENTINEL_FAULTS.iter().any(|kind| kinds.contains(kind));
-        Ok(Plan {
+        Ok(RunSettings {
             scenario: self.name.clone(),
             guarantee,
             seed: self.seed,
@@ -118,7 +118,7 @@ impl ScenarioOptions {
 
     /// Whether the scenario applies to this broker.
     fn applies_to(&self, broker: Broker) -> bool {
-        let other: &[Kind] = if broker == Broker::Kafka {
+        let other: &[FaultKind] = if broker == Broker::Kafka {
             &RABBITMQ_FAULTS
         } else {
             &KAFKA_FAULTS
@@ -128,8 +128,8 @@ impl ScenarioOptions {
 }
 
 /// All faults that apply to a broker.
-fn all(broker: Broker) -> Vec<Kind> {
-    let of_the_broker: &[Kind] = if broker == Broker::Kafka {
+fn all(broker: Broker) -> Vec<FaultKind> {
+    let of_the_broker: &[FaultKind] = if broker == Broker::Kafka {
         &KAFKA_FAULTS
     } else {
         &RABBITMQ_FAULTS
@@ -227,7 +227,7 @@ impl<'a> ScenarioRunner<'a> {
     /// # Errors
     /// If a run could not be injected, or the control could not be seen to lose.
     pub fn smoke(&self, seed: u64) -> Result<Report, Error> {
-        use Kind::*;
+        use FaultKind::*;
         let on_kafka = [
             KillConsumer,
             FreezeConsumer,
@@ -239,7 +239,7 @@ impl<'a> ScenarioRunner<'a> {
             StrandRedis,
             FlushScripts,
         ];
-        let on_kafka: Vec<Kind> = on_kafka.into_iter().chain(KAFKA_FAULTS).collect();
+        let on_kafka: Vec<FaultKind> = on_kafka.into_iter().chain(KAFKA_FAULTS).collect();
         let on_rabbit = [
             KillConsumer,
             TerminateConsumer,
@@ -251,14 +251,14 @@ impl<'a> ScenarioRunner<'a> {
             ResetRedis,
             RefuseLetters,
         ];
-        let on_rabbit: Vec<Kind> = on_rabbit.into_iter().chain(RABBITMQ_FAULTS).collect();
+        let on_rabbit: Vec<FaultKind> = on_rabbit.into_iter().chain(RABBITMQ_FAULTS).collect();
         // Alternates with the seed, so that each broker is tested with each guarantee.
         let mut guarantees = [
             TestedGuarantee::AtMostOnce,
             TestedGuarantee::EffectivelyOnce,
         ];
         guarantees.rotate_left(usize::from(seed.is_multiple_of(2)));
-        let run = |broker, guarantee, kinds: Vec<Kind>| -> Result<Report, Error> {
+        let run = |broker, guarantee, kinds: Vec<FaultKind>| -> Result<Report, Error> {
             let mut runner = ScenarioRunner::new(&self.folder, self.stopping);
             let until = RunEnd::Faults(kinds.len());
             let mut report = runner.run_plan(
@@ -268,7 +268,7 @@ impl<'a> ScenarioRunner<'a> {
             )?;
             if broker == Broker::Rabbitmq {
                 let redis = RedisSetup::Sentinels { replicas: 2 };
-                let plan = Plan {
+                let plan = RunSettings {
                     redis,
                     messages: Kinds::WithoutHanging,
                     ..short(
@@ -280,7 +280,7 @@ impl<'a> ScenarioRunner<'a> {
                 };
                 report.add(runner.run_plan(
                     broker,
-                    &Plan {
+                    &RunSettings {
                         scenario: "smoke-sentinels".into(),
                         ..plan
                     },
@@ -310,17 +310,17 @@ impl<'a> ScenarioRunner<'a> {
         let mut text = String::new();
         for seed in seed..seed + MAX_CONTROL_RUNS {
             // Hanging messages would only extend the run.
-            let plan = Plan {
+            let plan = RunSettings {
                 messages: Kinds::WithoutHanging,
                 ..short(
                     TestedGuarantee::Bare,
                     seed,
-                    vec![Kind::DropReplies],
+                    vec![FaultKind::DropReplies],
                     RunEnd::Faults(1),
                 )
             };
             let control = self.run_plan(broker, &plan, Keep::Everything)?;
-            if control.verdict() == Verdict::LostAsExpected {
+            if control.verdict() == RunVerdict::LostAsExpected {
                 return Ok(());
             }
             text = control.line();
@@ -331,7 +331,12 @@ impl<'a> ScenarioRunner<'a> {
         .into())
     }
 
-    fn run_plan(&mut self, broker: Broker, plan: &Plan, keep: Keep) -> Result<Report, Error> {
+    fn run_plan(
+        &mut self,
+        broker: Broker,
+        plan: &RunSettings,
+        keep: Keep,
+    ) -> Result<Report, Error> {
         self.stopping.check()?;
         let begun = Instant::now();
         let redis = if plan.redis == RedisSetup::Single {
@@ -391,7 +396,7 @@ impl<'a> ScenarioRunner<'a> {
                 violation.why
             );
         }
-        if keep == Keep::Reports && report.verdict() == Verdict::Passed {
+        if keep == Keep::Reports && report.verdict() == RunVerdict::Passed {
             std::fs::remove_dir_all(&folder)?;
             std::fs::create_dir(&folder)?;
             report.write(&folder)?;
@@ -400,8 +405,13 @@ impl<'a> ScenarioRunner<'a> {
     }
 }
 
-fn short(guarantee: TestedGuarantee, seed: u64, kinds: Vec<Kind>, until: RunEnd) -> Plan {
-    Plan {
+fn short(
+    guarantee: TestedGuarantee,
+    seed: u64,
+    kinds: Vec<FaultKind>,
+    until: RunEnd,
+) -> RunSettings {
+    RunSettings {
         scenario: "smoke".into(),
         guarantee,
         seed,

@@ -19,7 +19,7 @@ const ROLLING: Duration = Duration::from_secs(5);
 /// The kinds of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum FaultKind {
     /// SIGKILL to a consumer, which is then replaced.
     KillConsumer,
     /// SIGSTOP to a consumer for 1, 2 or 5 leases.
@@ -77,38 +77,42 @@ pub enum Kind {
 }
 
 /// Faults of consumers and store, with any broker.
-pub const COMMON_FAULTS: [Kind; 16] = [
-    Kind::KillConsumer,
-    Kind::FreezeConsumer,
-    Kind::TerminateConsumer,
-    Kind::RollingRestart,
-    Kind::KillRedis,
-    Kind::LoadRedis,
-    Kind::FreezeRedis,
-    Kind::DropReplies,
-    Kind::DarkRedis,
-    Kind::ResetRedis,
-    Kind::FillRedis,
-    Kind::FillDisk,
-    Kind::DemoteRedis,
-    Kind::StrandRedis,
-    Kind::FlushScripts,
-    Kind::RefuseLetters,
+pub const COMMON_FAULTS: [FaultKind; 16] = [
+    FaultKind::KillConsumer,
+    FaultKind::FreezeConsumer,
+    FaultKind::TerminateConsumer,
+    FaultKind::RollingRestart,
+    FaultKind::KillRedis,
+    FaultKind::LoadRedis,
+    FaultKind::FreezeRedis,
+    FaultKind::DropReplies,
+    FaultKind::DarkRedis,
+    FaultKind::ResetRedis,
+    FaultKind::FillRedis,
+    FaultKind::FillDisk,
+    FaultKind::DemoteRedis,
+    FaultKind::StrandRedis,
+    FaultKind::FlushScripts,
+    FaultKind::RefuseLetters,
 ];
 /// Faults of Redis with Sentinels.
-pub const SENTINEL_FAULTS: [Kind; 1] = [Kind::FailOverRedis];
+pub const SENTINEL_FAULTS: [FaultKind; 1] = [FaultKind::FailOverRedis];
 /// Faults of RabbitMQ.
-pub const RABBITMQ_FAULTS: [Kind; 7] = [
-    Kind::RestartRabbit,
-    Kind::KillRabbit,
-    Kind::CloseConnections,
-    Kind::CloseChannels,
-    Kind::CancelConsumers,
-    Kind::DarkRabbit,
-    Kind::ResetRabbit,
+pub const RABBITMQ_FAULTS: [FaultKind; 7] = [
+    FaultKind::RestartRabbit,
+    FaultKind::KillRabbit,
+    FaultKind::CloseConnections,
+    FaultKind::CloseChannels,
+    FaultKind::CancelConsumers,
+    FaultKind::DarkRabbit,
+    FaultKind::ResetRabbit,
 ];
 /// Faults of Kafka.
-pub const KAFKA_FAULTS: [Kind; 3] = [Kind::KillKafka, Kind::FreezeKafka, Kind::Rebalance];
+pub const KAFKA_FAULTS: [FaultKind; 3] = [
+    FaultKind::KillKafka,
+    FaultKind::FreezeKafka,
+    FaultKind::Rebalance,
+];
 
 /// One planned fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -116,7 +120,7 @@ pub struct Planned {
     /// The pause between the end of the previous fault and its start.
     pub pause: Duration,
     /// The kind.
-    pub kind: Kind,
+    pub kind: FaultKind,
     /// The duration, for kinds that have one; a killed process is restarted after it.
     pub lasts: Duration,
     /// The number of the affected consumer, modulo the number of consumers.
@@ -139,10 +143,10 @@ pub enum Lengths {
 #[derive(Clone, Debug)]
 pub struct Schedule {
     random: fastrand::Rng,
-    kinds: Vec<Kind>,
+    kinds: Vec<FaultKind>,
     lengths: Lengths,
     /// The remaining kinds of the current round; each round has every kind once.
-    round: Vec<Kind>,
+    round: Vec<FaultKind>,
     /// Faults that were generated but could not overlap the previous one.
     postponed: VecDeque<Planned>,
 }
@@ -166,7 +170,7 @@ enum Needs {
 
 impl Schedule {
     /// A sequence of these kinds; each round has every kind once, in random order.
-    pub fn new(kinds: &[Kind], lengths: Lengths, seed: u64) -> Self {
+    pub fn new(kinds: &[FaultKind], lengths: Lengths, seed: u64) -> Self {
         Self {
             random: fastrand::Rng::with_seed(seed),
             kinds: kinds.to_vec(),
@@ -194,7 +198,7 @@ impl Schedule {
         found
     }
 
-    fn lasts(&mut self, kind: Kind) -> Duration {
+    fn lasts(&mut self, kind: FaultKind) -> Duration {
         let random = &mut self.random;
         let seconds = |random: &mut fastrand::Rng,
                        full: std::ops::RangeInclusive<u64>,
@@ -207,41 +211,50 @@ impl Schedule {
             }))
         };
         match (kind, self.lengths) {
-            (Kind::FreezeConsumer, Lengths::Full) => {
+            (FaultKind::FreezeConsumer, Lengths::Full) => {
                 LEASE * random.choice([1, 2, 5]).unwrap_or(1)
                     + Duration::from_millis(random.u64(0..500))
             }
-            (Kind::FreezeConsumer, Lengths::Short) => {
+            (FaultKind::FreezeConsumer, Lengths::Short) => {
                 LEASE * 2 + Duration::from_millis(random.u64(0..500))
             }
-            (Kind::FreezeRedis, lengths) => seconds(random, 5_000..=30_000, 2_500..=3_500, lengths),
-            (Kind::DarkRedis | Kind::DarkRabbit, lengths) => {
+            (FaultKind::FreezeRedis, lengths) => {
+                seconds(random, 5_000..=30_000, 2_500..=3_500, lengths)
+            }
+            (FaultKind::DarkRedis | FaultKind::DarkRabbit, lengths) => {
                 seconds(random, 3_000..=15_000, 2_500..=3_500, lengths)
             }
             (
-                Kind::FillRedis
-                | Kind::FillDisk
-                | Kind::DemoteRedis
-                | Kind::StrandRedis
-                | Kind::RefuseLetters,
+                FaultKind::FillRedis
+                | FaultKind::FillDisk
+                | FaultKind::DemoteRedis
+                | FaultKind::StrandRedis
+                | FaultKind::RefuseLetters,
                 lengths,
             ) => seconds(random, 3_000..=10_000, 2_000..=2_500, lengths),
-            (Kind::LoadRedis, lengths) => seconds(random, 2_000..=10_000, 2_000..=2_500, lengths),
+            (FaultKind::LoadRedis, lengths) => {
+                seconds(random, 2_000..=10_000, 2_000..=2_500, lengths)
+            }
             // The time without replication.
-            (Kind::FailOverRedis, lengths) => {
+            (FaultKind::FailOverRedis, lengths) => {
                 seconds(random, 1_000..=5_000, 1_000..=1_500, lengths)
             }
             // The consumer leaves and joins twice.
-            (Kind::Rebalance, Lengths::Full) => Duration::from_secs(12),
-            (Kind::Rebalance, Lengths::Short) => Duration::from_secs(6),
-            (Kind::DropReplies, lengths) => seconds(random, 5_000..=15_000, 4_000..=5_000, lengths),
+            (FaultKind::Rebalance, Lengths::Full) => Duration::from_secs(12),
+            (FaultKind::Rebalance, Lengths::Short) => Duration::from_secs(6),
+            (FaultKind::DropReplies, lengths) => {
+                seconds(random, 5_000..=15_000, 4_000..=5_000, lengths)
+            }
             // The interval between consumers.
-            (Kind::RollingRestart, _) => ROLLING,
-            (Kind::FreezeKafka, lengths) => {
+            (FaultKind::RollingRestart, _) => ROLLING,
+            (FaultKind::FreezeKafka, lengths) => {
                 seconds(random, 20_000..=20_000, 8_000..=8_000, lengths)
             }
             (
-                Kind::KillConsumer | Kind::TerminateConsumer | Kind::KillRedis | Kind::KillKafka,
+                FaultKind::KillConsumer
+                | FaultKind::TerminateConsumer
+                | FaultKind::KillRedis
+                | FaultKind::KillKafka,
                 _,
             ) => Duration::from_millis(random.u64(0..1_000)),
             _ => Duration::ZERO,
@@ -283,7 +296,7 @@ impl Planned {
     /// The name in the fault log: the kind and, if it has one, the percentage.
     pub fn name(&self) -> String {
         match self.kind {
-            Kind::DropReplies => format!("{}-{}%", self.kind, self.percent),
+            FaultKind::DropReplies => format!("{}-{}%", self.kind, self.percent),
             kind => kind.to_string(),
         }
     }
@@ -294,7 +307,8 @@ impl Planned {
         use Needs::*;
         let same_consumer = || self.consumer % consumers == other.consumer % consumers;
         // These lock a consumer for seconds, so a rolling restart would wait for them.
-        let holds = |kind: Kind| matches!(kind, Kind::FreezeConsumer | Kind::Rebalance);
+        let holds =
+            |kind: FaultKind| matches!(kind, FaultKind::FreezeConsumer | FaultKind::Rebalance);
         self.kind != other.kind
             && match (self.kind.needs(), other.kind.needs()) {
                 (Consumer, Consumer) => !same_consumer(),
@@ -306,7 +320,7 @@ impl Planned {
     }
 }
 
-impl Kind {
+impl FaultKind {
     /// All of them.
     pub fn all() -> impl Iterator<Item = Self> {
         COMMON_FAULTS
@@ -404,7 +418,7 @@ impl Kind {
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for FaultKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -412,10 +426,10 @@ impl fmt::Display for Kind {
 
 /// No fault has this name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no fault is called {0:?}; the faults are {all}", all = Kind::all().map(Kind::name).collect::<Vec<_>>().join(", "))]
+#[error("no fault is called {0:?}; the faults are {all}", all = FaultKind::all().map(FaultKind::name).collect::<Vec<_>>().join(", "))]
 pub struct NoSuchFault(String);
 
-impl FromStr for Kind {
+impl FromStr for FaultKind {
     type Err = NoSuchFault;
 
     fn from_str(name: &str) -> Result<Self, NoSuchFault> {
@@ -445,7 +459,7 @@ mod tests {
     #[test]
     fn each_round_has_each_kind_once() {
         for seed in 0..20 {
-            let schedule: Vec<Kind> = Schedule::new(&RABBITMQ_FAULTS, Lengths::Short, seed)
+            let schedule: Vec<FaultKind> = Schedule::new(&RABBITMQ_FAULTS, Lengths::Short, seed)
                 .take(3 * RABBITMQ_FAULTS.len())
                 .map(|it| it.kind)
                 .collect();
@@ -459,7 +473,7 @@ mod tests {
         assert_eq!(Schedule::new(&[], Lengths::Short, 1).next(), None);
     }
 
-    fn planned(kind: Kind, consumer: usize) -> Planned {
+    fn planned(kind: FaultKind, consumer: usize) -> Planned {
         Planned {
             pause: LEASE,
             kind,
@@ -471,7 +485,7 @@ mod tests {
 
     #[test]
     fn two_faults_overlap_unless_one_waits_for_or_ends_the_other() {
-        let overlaps = |one: Kind, other: Kind| {
+        let overlaps = |one: FaultKind, other: FaultKind| {
             let both = [
                 planned(one, 1).can_overlap(&planned(other, 5), 3),
                 planned(other, 5).can_overlap(&planned(one, 1), 3),
@@ -479,7 +493,7 @@ mod tests {
             assert_eq!(both[0], both[1], "{one}, {other}");
             both[0]
         };
-        use Kind::*;
+        use FaultKind::*;
         for (one, other) in [
             (DarkRedis, DropReplies),
             (DarkRedis, FreezeRedis),
@@ -520,7 +534,7 @@ mod tests {
         for kind in COMMON_FAULTS {
             assert!(seen.iter().filter(|it| **it == kind).count() >= 6, "{kind}");
         }
-        let mut alone = Schedule::new(&[Kind::DarkRedis], Lengths::Short, 3);
+        let mut alone = Schedule::new(&[FaultKind::DarkRedis], Lengths::Short, 3);
         let first = alone.next().unwrap();
         assert_eq!(alone.next_beside(&first, 3), None);
     }
@@ -528,12 +542,12 @@ mod tests {
     #[test]
     fn consumers_are_frozen_for_one_two_and_five_leases() {
         let leases = |planned: Planned| planned.lasts.as_millis() / LEASE.as_millis();
-        let seen: HashSet<u128> = Schedule::new(&[Kind::FreezeConsumer], Lengths::Full, 1)
+        let seen: HashSet<u128> = Schedule::new(&[FaultKind::FreezeConsumer], Lengths::Full, 1)
             .take(50)
             .map(leases)
             .collect();
         assert_eq!(seen, HashSet::from([1, 2, 5]));
-        let percents: HashSet<u8> = Schedule::new(&[Kind::DropReplies], Lengths::Full, 1)
+        let percents: HashSet<u8> = Schedule::new(&[FaultKind::DropReplies], Lengths::Full, 1)
             .take(50)
             .map(|it| it.percent)
             .collect();
@@ -542,14 +556,14 @@ mod tests {
 
     #[test]
     fn a_kind_has_one_name_everywhere() {
-        for kind in Kind::all() {
+        for kind in FaultKind::all() {
             assert_eq!(kind.name().parse(), Ok(kind));
             assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
-            assert_eq!(Kind::of(&planned(kind, 0).name()), Some(kind));
+            assert_eq!(FaultKind::of(&planned(kind, 0).name()), Some(kind));
         }
         assert!(
             "kill-9"
-                .parse::<Kind>()
+                .parse::<FaultKind>()
                 .unwrap_err()
                 .to_string()
                 .contains("kill-redis, load-redis, freeze-redis")

@@ -17,13 +17,13 @@ use oncegate_testkit::servers::{
 use rustix::process::Signal;
 
 use crate::broker_client;
-use crate::fleet::{Faults, Fleet};
+use crate::fleet::{FaultLog, Fleet};
 use crate::ledger::{Log, What};
-use crate::schedule::{Kind, Planned};
+use crate::schedule::{FaultKind, Planned};
 use crate::secrets::{Secret, canary};
 use crate::worker::Broker;
 use crate::{Error, lock};
-use store::Store;
+use store::RunStore;
 
 /// The user of the consumers at the broker.
 const USER: &str = "chaos";
@@ -36,7 +36,7 @@ const MOMENT: Duration = Duration::from_millis(200);
 
 /// The servers of a run, on free ports.
 pub struct TestServers {
-    store: Store,
+    store: RunStore,
     broker: Arc<BrokerServer>,
     secrets: [Secret; 2],
 }
@@ -62,7 +62,7 @@ impl TestServers {
             of: "Redis",
             text: canary(),
         };
-        let store = Store::one(&redis.text)?;
+        let store = RunStore::one(&redis.text)?;
         let text = canary();
         let (broker, of) = match broker {
             Broker::Kafka => {
@@ -117,7 +117,7 @@ impl TestServers {
             of: "Redis",
             text: canary(),
         };
-        let store = Store::three(&redis.text)?;
+        let store = RunStore::three(&redis.text)?;
         Ok(Self {
             store,
             broker: Arc::clone(&self.broker),
@@ -262,10 +262,10 @@ impl TestServers {
             })
         };
         match planned.kind {
-            Kind::KillConsumer | Kind::TerminateConsumer => {
+            FaultKind::KillConsumer | FaultKind::TerminateConsumer => {
                 let mut slot = fleet.slot(planned.consumer);
                 faults.record(name, slot.name(), || {
-                    if planned.kind == Kind::KillConsumer {
+                    if planned.kind == FaultKind::KillConsumer {
                         fleet.kill(&mut slot)?
                     } else {
                         fleet.terminate(&mut slot)?
@@ -274,7 +274,7 @@ impl TestServers {
                     fleet.start(&mut slot)
                 })
             }
-            Kind::FreezeConsumer => {
+            FaultKind::FreezeConsumer => {
                 let slot = fleet.slot(planned.consumer);
                 faults.record(name, slot.name(), || {
                     slot.signal(Signal::STOP)?;
@@ -282,7 +282,7 @@ impl TestServers {
                     slot.signal(Signal::CONT)
                 })
             }
-            Kind::RollingRestart => (0..fleet.size()).try_for_each(|number| {
+            FaultKind::RollingRestart => (0..fleet.size()).try_for_each(|number| {
                 let since = Instant::now();
                 let mut slot = fleet.slot(number);
                 faults.record(name, slot.name(), || {
@@ -298,7 +298,7 @@ impl TestServers {
                 });
                 Ok(())
             }),
-            Kind::RefuseLetters => {
+            FaultKind::RefuseLetters => {
                 // Before the recorded start of the fault, since changing the setting may take time.
                 self.set_rejected_writes(context.queue, RejectedWrites::Refused)?;
                 faults.record(name, None, || {
@@ -306,7 +306,7 @@ impl TestServers {
                     self.set_rejected_writes(context.queue, RejectedWrites::Accepted)
                 })
             }
-            Kind::Rebalance => {
+            FaultKind::Rebalance => {
                 let mut slot = fleet.slot(planned.consumer);
                 faults.record(name, None, || {
                     let since = Instant::now();
@@ -319,45 +319,45 @@ impl TestServers {
                     Ok(())
                 })
             }
-            Kind::DarkRabbit => black_hole(self.rabbit()?.1, planned, faults),
-            Kind::ResetRabbit => {
+            FaultKind::DarkRabbit => black_hole(self.rabbit()?.1, planned, faults),
+            FaultKind::ResetRabbit => {
                 let proxy = self.rabbit()?.1;
                 momentary(&|| proxy.reset())
             }
-            Kind::RestartRabbit | Kind::KillRabbit => {
+            FaultKind::RestartRabbit | FaultKind::KillRabbit => {
                 self.save_logs(folder, log)?;
                 let mut server = lock(self.rabbit()?.0);
-                let end = if planned.kind == Kind::KillRabbit {
+                let end = if planned.kind == FaultKind::KillRabbit {
                     Server::kill
                 } else {
                     Server::stop
                 };
                 faults.record(name, None, || server.restart(planned.lasts, end))
             }
-            Kind::CloseConnections => {
+            FaultKind::CloseConnections => {
                 self.control(context, name, &["-q", "close_all_connections", "chaos"])
             }
             // A soft error closes the channel: it requests a queue that does not exist.
-            Kind::CloseChannels => self.to_channels(
+            FaultKind::CloseChannels => self.to_channels(
                 context,
                 name,
                 "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})",
             ),
             // The channel stays open and keeps its unacknowledged messages.
-            Kind::CancelConsumers => {
+            FaultKind::CancelConsumers => {
                 let does = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
                 self.to_channels(context, name, does)
             }
-            Kind::KillKafka => {
+            FaultKind::KillKafka => {
                 self.save_logs(folder, log)?;
                 let mut server = lock(self.kafka()?);
                 faults.record(name, None, || server.restart(planned.lasts, Server::kill))
             }
-            Kind::FreezeKafka => {
+            FaultKind::FreezeKafka => {
                 let mut server = lock(self.kafka()?);
                 faults.record(name, None, || freeze(&mut server.server, planned.lasts))
             }
-            Kind::FailOverRedis => {
+            FaultKind::FailOverRedis => {
                 self.store.inject(planned, seed, faults, folder)?;
                 match context.on_data_loss {
                     OnDataLoss::KeepRunning => Ok(()),
@@ -443,7 +443,7 @@ pub struct FaultContext<'a> {
     /// The consumers.
     pub fleet: &'a Fleet,
     /// The fault log.
-    pub faults: &'a Faults,
+    pub faults: &'a FaultLog,
     /// The run's folder.
     pub folder: &'a Path,
     /// The ledger file of the harness.
@@ -504,7 +504,7 @@ fn freeze<K: ServerKind>(server: &mut Server<K>, lasts: Duration) -> Result<(), 
     Ok(())
 }
 
-fn black_hole(proxy: &Proxy, planned: &Planned, faults: &Faults) -> Result<(), Error> {
+fn black_hole(proxy: &Proxy, planned: &Planned, faults: &FaultLog) -> Result<(), Error> {
     faults.record(&planned.name(), None, || {
         proxy.black_hole();
         std::thread::sleep(planned.lasts);

@@ -14,7 +14,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::Error;
 use crate::check::TestedGuarantee;
-use crate::counters::Counters;
+use crate::counters::ProcessMetrics;
 use crate::ledger::{HandlerEnd, Log, Lookup, What};
 use crate::sink::Sink;
 
@@ -118,7 +118,7 @@ pub struct Worker {
     /// Where effects are counted.
     pub sink: Sink,
     terminate: Signal,
-    counters: Counters,
+    counters: ProcessMetrics,
 }
 
 impl Worker {
@@ -142,7 +142,7 @@ impl Worker {
             &common.folder.join(format!("{}.jsonl", common.name)),
             &common.name,
         )?);
-        let counters = Counters::install(Arc::clone(&log), &common.folder, &common.name)?;
+        let counters = ProcessMetrics::install(Arc::clone(&log), &common.folder, &common.name)?;
         let sink = Sink::connect(common.sink, &common.name).await?;
         Ok(Self {
             log,

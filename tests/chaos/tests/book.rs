@@ -8,8 +8,8 @@ use oncegate_chaos::matrix::columns;
 use oncegate_chaos::matrix::step::STEPS;
 use oncegate_chaos::matrix::table::{Cell, Matrix};
 use oncegate_chaos::mutants::MutantResults;
-use oncegate_chaos::report::{Report, Verdict};
-use oncegate_chaos::schedule::Kind;
+use oncegate_chaos::report::{Report, RunVerdict};
+use oncegate_chaos::schedule::FaultKind;
 
 /// The kind of aborts that messages cause; the harness does not inject it.
 const ABORT: &str = "abort";
@@ -83,7 +83,7 @@ fn row(broker: &str, guarantee: Option<TestedGuarantee>, runs: &str, reports: &[
     let counts = &sum.counts;
     let passed = reports
         .iter()
-        .filter(|report| report.verdict() == Verdict::Passed)
+        .filter(|report| report.verdict() == RunVerdict::Passed)
         .count();
     let faults: u64 = counts
         .faults
@@ -169,8 +169,8 @@ fn recovery(reports: &[Report]) -> String {
         )
     };
     let is_pair = |what: &str| what.contains(" + ");
-    for kind in Kind::all() {
-        let is_kind = |what: &&String| !is_pair(what) && Kind::of(what) == Some(kind);
+    for kind in FaultKind::all() {
+        let is_kind = |what: &&String| !is_pair(what) && FaultKind::of(what) == Some(kind);
         let injected: u64 = counts
             .faults
             .iter()

@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-use oncegate_chaos::schedule::Kind;
+use oncegate_chaos::schedule::FaultKind;
 
 fn text(arguments: &[&str]) -> (Option<i32>, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_oncegate-chaos"))
@@ -25,8 +25,8 @@ fn help_names_every_fault() {
     let words: Vec<&str> = help
         .split(|letter: char| !letter.is_alphanumeric() && letter != '-')
         .collect();
-    let missing: Vec<&str> = Kind::all()
-        .map(Kind::name)
+    let missing: Vec<&str> = FaultKind::all()
+        .map(FaultKind::name)
         .filter(|name| !words.contains(name))
         .collect();
     assert!(missing.is_empty(), "{missing:?} in\n{help}");

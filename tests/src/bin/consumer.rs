@@ -12,7 +12,7 @@ use oncegate::{
     Builder, Connect, Consumer, Decode, Error, Guarantee, Handler, IdSource, Kafka, RabbitMq,
     Redis, TopicCreation, Topology, shutdown_signal,
 };
-use oncegate_tests::counters::Counters;
+use oncegate_tests::counters::DeliveryRecorder;
 use oncegate_tests::diary::Diary;
 use oncegate_tests::scripted::Scripted;
 
@@ -97,7 +97,7 @@ async fn main() -> ExitCode {
 async fn consume(arguments: Arguments) -> Result<(), Error> {
     let diary =
         Arc::new(Diary::open(&arguments.diary).expect("the tests name a file that can be written"));
-    metrics::set_global_recorder(Counters::new(Arc::clone(&diary)))
+    metrics::set_global_recorder(DeliveryRecorder::new(Arc::clone(&diary)))
         .expect("it is the only recorder");
     let guarantee = match arguments.guarantee {
         Promise::AtMostOnce => Guarantee::AtMostOnce,

@@ -7,7 +7,7 @@ use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
 use crate::broker::Broker;
 use crate::on_both_brokers;
-use crate::world::{Settings, World};
+use crate::world::{ConsumerArguments, World};
 
 on_both_brokers!(
     a_wrong_setting_is_refused_with_one_line_that_names_it,
@@ -66,7 +66,7 @@ async fn a_wrong_setting_is_refused_with_one_line_that_names_it(broker: Broker) 
 }
 
 /// Starts a consumer, and checks that it ends with one line that names the invalid setting.
-async fn refused(setting: &str, settings: Settings<'_>) {
+async fn refused(setting: &str, settings: ConsumerArguments<'_>) {
     let arguments = format!("{settings:?}");
     let mut consumer = settings.start();
     let status = consumer.ended(Duration::from_secs(15)).await;

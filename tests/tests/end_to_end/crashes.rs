@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::broker::{Broker, Sent};
 use crate::on_both_brokers;
-use crate::process::Process;
+use crate::process::ConsumerProcess;
 use crate::world::World;
 
 on_both_brokers!(
@@ -118,7 +118,7 @@ async fn on_rabbitmq_what_a_killed_consumer_held_runs_again_within_two_leases() 
 const LOAD: usize = 300;
 
 /// Kills several consumers one after the other during many handlers; a last one settles the rest.
-async fn killed_under_load(broker: Broker, guarantee: &str) -> (World, Process) {
+async fn killed_under_load(broker: Broker, guarantee: &str) -> (World, ConsumerProcess) {
     let world = World::new(broker).await;
     // Of different lengths, so that some handler always runs.
     world

@@ -4,14 +4,14 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::broker::{Broker, Sent};
-use crate::process::Process;
+use crate::process::ConsumerProcess;
 use crate::world::World;
 
 const LOAD: usize = 1_000;
 
 /// Consumers under load: twice, one is frozen until the broker has redelivered its messages, and
 /// one is killed.
-async fn frozen_and_killed(guarantee: &str) -> (World, Vec<Process>) {
+async fn frozen_and_killed(guarantee: &str) -> (World, Vec<ConsumerProcess>) {
     let world = World::new(Broker::RabbitMq).await;
     world
         .publish(
@@ -51,7 +51,7 @@ async fn frozen_and_killed(guarantee: &str) -> (World, Vec<Process>) {
 }
 
 /// Drains the consumers. Does not check their logs, since clients log lost connections as errors.
-async fn end(world: World, fleet: Vec<Process>) {
+async fn end(world: World, fleet: Vec<ConsumerProcess>) {
     for consumer in fleet {
         consumer.stop().await;
     }

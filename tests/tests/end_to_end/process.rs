@@ -11,12 +11,12 @@ use rustix::process::{Pid, Signal, kill_process};
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A consumer process. Dropping it kills the process.
-pub(crate) struct Process {
+pub(crate) struct ConsumerProcess {
     child: Child,
     log: PathBuf,
 }
 
-impl Process {
+impl ConsumerProcess {
     pub(crate) fn start(arguments: &[String], log: PathBuf) -> Self {
         let file = File::create(&log).expect("a log");
         let mut command = Command::new(env!("CARGO_BIN_EXE_consumer"));
@@ -95,7 +95,7 @@ impl Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for ConsumerProcess {
     fn drop(&mut self) {
         // Fails if it has already ended.
         let _ = self.child.kill();

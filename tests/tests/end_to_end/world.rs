@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use oncegate_tests::diary::{self, Entry, Run};
+use oncegate_tests::diary::{self, DiaryRun, Entry};
 use tempfile::TempDir;
 
 use crate::broker::{Broker, RejectedMessage, Sent};
-use crate::process::{POLL_INTERVAL, Process};
+use crate::process::{ConsumerProcess, POLL_INTERVAL};
 
 /// The time limit of each wait.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(45);
@@ -34,7 +34,7 @@ pub(crate) struct World {
 
 /// The arguments of a consumer.
 #[derive(Debug)]
-pub(crate) struct Settings<'a> {
+pub(crate) struct ConsumerArguments<'a> {
     world: &'a World,
     arguments: Vec<String>,
 }
@@ -75,8 +75,8 @@ impl World {
     }
 
     /// A consumer with the guarantee `at-most-once`, `effectively-once` or `bare`.
-    pub(crate) fn consumer(&self, guarantee: &str) -> Settings<'_> {
-        let settings = Settings {
+    pub(crate) fn consumer(&self, guarantee: &str) -> ConsumerArguments<'_> {
+        let settings = ConsumerArguments {
             world: self,
             arguments: Vec::new(),
         };
@@ -99,7 +99,7 @@ impl World {
     }
 
     /// Every start of a handler.
-    pub(crate) fn starts(&self) -> Vec<Run> {
+    pub(crate) fn starts(&self) -> Vec<DiaryRun> {
         self.entries()
             .into_iter()
             .filter_map(|entry| {
@@ -113,7 +113,7 @@ impl World {
     }
 
     /// Every effect.
-    pub(crate) fn effects(&self) -> Vec<Run> {
+    pub(crate) fn effects(&self) -> Vec<DiaryRun> {
         self.entries()
             .into_iter()
             .filter_map(|entry| {
@@ -244,7 +244,7 @@ impl World {
     }
 
     /// Drains the consumers and checks that no message remains.
-    pub(crate) async fn end(self, consumers: impl IntoIterator<Item = Process>) {
+    pub(crate) async fn end(self, consumers: impl IntoIterator<Item = ConsumerProcess>) {
         for consumer in consumers {
             consumer.stop().await;
         }
@@ -283,7 +283,7 @@ impl World {
     }
 }
 
-impl Settings<'_> {
+impl ConsumerArguments<'_> {
     /// Replaces or adds one argument.
     pub(crate) fn with(mut self, name: &str, value: impl ToString) -> Self {
         let name = format!("--{name}=");
@@ -293,9 +293,9 @@ impl Settings<'_> {
         self
     }
 
-    pub(crate) fn start(self) -> Process {
+    pub(crate) fn start(self) -> ConsumerProcess {
         let number = self.world.started.fetch_add(1, Ordering::Relaxed);
-        Process::start(
+        ConsumerProcess::start(
             &self.arguments,
             self.world.directory.path().join(format!("{number}.log")),
         )

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use oncegate_tests::diary::{self, Entry, Run};
+use oncegate_tests::diary::{self, DiaryRun, Entry};
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
@@ -169,7 +169,7 @@ impl Rig {
         diary::read(&self.directory.path().join("diary"))
     }
 
-    pub(crate) fn starts(&self) -> Vec<Run> {
+    pub(crate) fn starts(&self) -> Vec<DiaryRun> {
         self.entries()
             .into_iter()
             .filter_map(|entry| {
@@ -182,7 +182,7 @@ impl Rig {
             .collect()
     }
 
-    pub(crate) fn effects(&self) -> Vec<Run> {
+    pub(crate) fn effects(&self) -> Vec<DiaryRun> {
         self.entries()
             .into_iter()
             .filter_map(|entry| {
@@ -336,7 +336,7 @@ impl Rig {
             .flat_map(|key| (0..each).map(move |number| id(key, number)))
             .collect();
         let (effects, starts, doubted) = (self.effects(), self.starts(), self.in_doubt());
-        let twice = |runs: &[Run]| {
+        let twice = |runs: &[DiaryRun]| {
             let mut seen = BTreeMap::<&str, usize>::new();
             runs.iter()
                 .for_each(|run| *seen.entry(&run.id).or_default() += 1);

@@ -1,5 +1,6 @@
 //! Types have different names, unless they are the same idea in several crates. Reads the `src` and
-//! `examples` of each crate in `crates`, the demo, the benchmark and the development commands.
+//! `examples` of each crate in `crates`, the demo, the benchmark, the tests that
+//! have programs of their own, and the development commands.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,6 +21,18 @@ const SHARED: &[(&str, &[&str])] = &[
     (
         "a rejected message and its queue or topic: in the memory broker, the command line and the store laws",
         &["DeadLetter", "Destination"],
+    ),
+    (
+        "which consumers receive from a queue: in the adapter, and in the settings of a chaos run",
+        &["ConsumerMode"],
+    ),
+    (
+        "a dead letter or in-doubt message as raw clients read it: in the chaos runs and in the end-to-end tests",
+        &["RejectedMessage"],
+    ),
+    (
+        "whether a signal requested a stop: in the development commands and in the chaos runs",
+        &["Stopping"],
     ),
     ("the error type of each crate", &["Error"]),
     (
@@ -103,6 +116,9 @@ fn types_with_the_same_name_are_listed_as_the_same_idea() {
         "examples/payments/src",
         "benches/src",
         "benches/instructions/src",
+        "tests/chaos/src",
+        "tests/src",
+        "tests/tests",
         "xtask/src",
     ] {
         rust_files(&root().join(program), &mut files);

@@ -20,7 +20,7 @@ use tokio::task::JoinHandle;
 
 use super::{DESTINATION_SUFFIXES, RejectedMessage};
 use crate::ledger::{Log, RejectedTo, What};
-use crate::message::{ID_HEADER, Outgoing};
+use crate::message::{ID_HEADER, OutgoingMessage};
 use crate::servers::RejectedWrites;
 use crate::{Error, lock};
 
@@ -39,7 +39,7 @@ const MAX_CONFIRM_DELAY: Duration = Duration::from_secs(5);
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A topic, its group of the same name, and a producer.
-pub struct BrokerClient {
+pub struct KafkaClient {
     brokers: String,
     topic: String,
     sending: Arc<Sending>,
@@ -55,20 +55,20 @@ struct Sending {
 }
 
 /// Reads the committed offsets of the consumer group without joining it.
-pub struct Group {
+pub struct GroupOffsets {
     consumer: BaseConsumer,
     topic: String,
 }
 
-impl fmt::Debug for Group {
+impl fmt::Debug for GroupOffsets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Group")
+        f.debug_struct("GroupOffsets")
             .field("topic", &self.topic)
             .finish_non_exhaustive()
     }
 }
 
-impl Group {
+impl GroupOffsets {
     /// The committed offsets by partition; omits partitions without one.
     ///
     /// # Errors
@@ -86,9 +86,9 @@ impl Group {
     }
 }
 
-impl fmt::Debug for BrokerClient {
+impl fmt::Debug for KafkaClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BrokerClient")
+        f.debug_struct("KafkaClient")
             .field("topic", &self.topic)
             .finish_non_exhaustive()
     }
@@ -109,7 +109,7 @@ async fn create(admin: &AdminClient<DefaultClientContext>, topic: &str) -> Resul
     Ok(())
 }
 
-impl BrokerClient {
+impl KafkaClient {
     pub(super) async fn open(brokers: &str, topic: &str) -> Result<Self, Error> {
         create(&config(brokers).create()?, topic).await?;
         let (outstanding, confirmed) = (
@@ -135,7 +135,7 @@ impl BrokerClient {
 
     pub(super) async fn publish(
         &self,
-        messages: Vec<Outgoing>,
+        messages: Vec<OutgoingMessage>,
         log: &Arc<Log>,
     ) -> Result<(), Error> {
         for message in messages {
@@ -177,14 +177,14 @@ impl BrokerClient {
     }
 
     /// None if the client cannot be created.
-    pub(super) fn group(&self) -> Option<Group> {
+    pub(super) fn group(&self) -> Option<GroupOffsets> {
         // The consumer group has the name of the topic.
         let consumer = config(&self.brokers)
             .set("group.id", &self.topic)
             .set("enable.auto.commit", "false")
             .create()
             .ok()?;
-        Some(Group {
+        Some(GroupOffsets {
             consumer,
             topic: self.topic.clone(),
         })
@@ -297,7 +297,7 @@ impl BrokerClient {
     }
 }
 
-impl Drop for BrokerClient {
+impl Drop for KafkaClient {
     fn drop(&mut self) {
         self.watchdog.abort();
     }

@@ -15,7 +15,7 @@ use tokio::sync::Mutex;
 use super::RejectedMessage;
 use crate::Error;
 use crate::ledger::{Log, RejectedTo, What};
-use crate::message::{ID_HEADER, KEY_HEADER, Outgoing};
+use crate::message::{ID_HEADER, KEY_HEADER, OutgoingMessage};
 use crate::run::ConsumerMode;
 
 /// The time limit of confirmations before messages are published again on a new connection.
@@ -34,22 +34,22 @@ const DELAYS: [&str; 5] = [
 ];
 
 /// A queue and a connection that publishes to it.
-pub struct BrokerClient {
+pub struct RabbitClient {
     url: String,
     queue: String,
     consumer_mode: ConsumerMode,
     open: Mutex<Option<(Connection, Channel)>>,
 }
 
-impl fmt::Debug for BrokerClient {
+impl fmt::Debug for RabbitClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BrokerClient")
+        f.debug_struct("RabbitClient")
             .field("queue", &self.queue)
             .finish_non_exhaustive()
     }
 }
 
-impl BrokerClient {
+impl RabbitClient {
     pub(super) fn new(url: &str, queue: &str, consumer_mode: ConsumerMode) -> Self {
         Self {
             url: url.to_owned(),
@@ -62,7 +62,7 @@ impl BrokerClient {
     /// Publishes until all messages are confirmed; repeated messages may be in the queue twice.
     pub(super) async fn publish(
         &self,
-        messages: Vec<Outgoing>,
+        messages: Vec<OutgoingMessage>,
         log: &Arc<Log>,
     ) -> Result<(), Error> {
         let mut left = messages;
@@ -100,9 +100,9 @@ impl BrokerClient {
     /// The connection failed; returns the unconfirmed messages.
     async fn send(
         &self,
-        messages: &[Outgoing],
+        messages: &[OutgoingMessage],
         log: &Log,
-    ) -> Result<Vec<Outgoing>, (Vec<Outgoing>, Error)> {
+    ) -> Result<Vec<OutgoingMessage>, (Vec<OutgoingMessage>, Error)> {
         let all = |error: lapin::Error| (messages.to_vec(), error.into());
         let mut open = self.open.lock().await;
         let channel = match &mut *open {

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use super::faults::Renewals;
+use super::faults::LeaseRenewals;
 use super::{Finder, Invariant, micros};
 use crate::ledger::{HandlerEnd, StoreOperation, What};
 
@@ -23,13 +23,13 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     let outages: Vec<(u64, u64)> = finder.windows.store_outages().collect();
     for (from, to) in outages {
         finder.checked.counts.store_unavailable_ms += (to - from) / 1_000;
-        handlers(finder, from, to, Renewals::Refused);
+        handlers(finder, from, to, LeaseRenewals::Refused);
         requests(finder, from, to);
         memory(finder, from, to);
     }
     // A store that refuses writes replies at once, so the number of requests is not bounded. But no
     // handler may start.
-    let refuses: Vec<(u64, u64, Renewals)> = finder.windows.store_refusals().collect();
+    let refuses: Vec<(u64, u64, LeaseRenewals)> = finder.windows.store_refusals().collect();
     for (from, to, renewals) in refuses {
         finder.checked.counts.store_refusing_ms += (to - from) / 1_000;
         handlers(finder, from, to, renewals);
@@ -96,7 +96,7 @@ fn concurrent_handlers(finder: &mut Finder<'_>) {
 
 /// A message that was claimed before may wait, for example while a suspected message runs alone,
 /// but not longer than its lease unless the lease is renewed.
-fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: Renewals) {
+fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: LeaseRenewals) {
     let (ledger, windows, lease) = (finder.ledger, finder.windows, micros(finder.rules.lease));
     for record in ledger.between(from + START_TOLERANCE, to.saturating_sub(END_TOLERANCE)) {
         // A process that was not scheduled may act late on an earlier reply.
@@ -115,7 +115,7 @@ fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: Renewals) {
                 ..
             } if verdict.starts_with("granted") => "was granted a claim",
             What::Started { .. }
-                if late > lease + START_TOLERANCE && renewals == Renewals::Refused =>
+                if late > lease + START_TOLERANCE && renewals == LeaseRenewals::Refused =>
             {
                 "started a handler"
             }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use super::{Rules, micros};
+use super::{CheckRules, micros};
 use crate::ledger::{FaultEdge, Ledger, SentSignal, What};
 
 /// The kind of the fault that freezes a consumer.
@@ -43,7 +43,7 @@ const ABORT: &str = "abort";
 
 /// Whether a store that refuses claims renews leases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Renewals {
+pub(super) enum LeaseRenewals {
     Accepted,
     Refused,
 }
@@ -197,7 +197,7 @@ impl Windows {
         consumer: &str,
         from: u64,
         to: u64,
-        rules: &Rules,
+        rules: &CheckRules,
     ) -> Option<&str> {
         let own =
             |window: &&Window| window.target.as_deref() == Some(consumer) && window.kind != STALL;
@@ -287,15 +287,15 @@ impl Windows {
     }
 
     /// The intervals in which the store refused writes, and whether it renewed leases meanwhile.
-    pub(super) fn store_refusals(&self) -> impl Iterator<Item = (u64, u64, Renewals)> {
+    pub(super) fn store_refusals(&self) -> impl Iterator<Item = (u64, u64, LeaseRenewals)> {
         let refuses = |window: &&Window| {
             STORE_REFUSES.contains(&window.kind.as_str()) && window.to != u64::MAX
         };
         let renewals = |window: &Window| {
             if window.kind == FILL {
-                Renewals::Accepted
+                LeaseRenewals::Accepted
             } else {
-                Renewals::Refused
+                LeaseRenewals::Refused
             }
         };
         self.all

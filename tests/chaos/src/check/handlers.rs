@@ -4,7 +4,7 @@ use super::{Finder, Invariant, micros};
 use crate::ledger::{Record, What};
 
 /// One run of a handler.
-struct Run<'a> {
+struct HandlerRun<'a> {
     by: &'a str,
     attempt: u32,
     from: u64,
@@ -23,7 +23,7 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     }
 }
 
-fn pair(finder: &mut Finder<'_>, id: &str, earlier: &Run<'_>, later: &Run<'_>) {
+fn pair(finder: &mut Finder<'_>, id: &str, earlier: &HandlerRun<'_>, later: &HandlerRun<'_>) {
     let concurrent_time = finder.windows.awake(earlier.by, later.from, earlier.to);
     let lease = micros(finder.rules.lease);
     let had_its_lease = later.from - earlier.from < lease
@@ -65,7 +65,7 @@ fn pair(finder: &mut Finder<'_>, id: &str, earlier: &Run<'_>, later: &Run<'_>) {
 }
 
 /// The runs of an id in the order of their starts.
-fn runs<'a>(finder: &Finder<'a>, id: &str) -> Vec<Run<'a>> {
+fn runs<'a>(finder: &Finder<'a>, id: &str) -> Vec<HandlerRun<'a>> {
     let history = finder.history(id);
     let started = history.clone().filter_map(|record| match &record.what {
         What::Started { attempt, run, .. } => Some((record, *attempt, *run)),
@@ -80,7 +80,7 @@ fn runs<'a>(finder: &Finder<'a>, id: &str) -> Vec<Run<'a>> {
             .clone()
             .find(ends)
             .map_or_else(|| finder.windows.end_of_process(&record.by), |end| end.at);
-        Run {
+        HandlerRun {
             by: &record.by,
             attempt,
             from: record.at,

@@ -19,14 +19,14 @@ const SETTLEMENT_OUTCOMES: [&str; 5] =
 
 /// The records and counters of one process.
 #[derive(Default)]
-struct Process<'a> {
+struct ProcessRecords<'a> {
     seen: HashMap<&'static str, u64>,
     counted: Option<&'a BTreeMap<String, u64>>,
     ended_well: bool,
 }
 
 pub(super) fn check(finder: &mut Finder<'_>) {
-    let mut processes: BTreeMap<&str, Process<'_>> = BTreeMap::new();
+    let mut processes: BTreeMap<&str, ProcessRecords<'_>> = BTreeMap::new();
     for record in finder.ledger.records() {
         let outcome = match &record.what {
             What::Answered {
@@ -56,7 +56,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     }
 }
 
-fn compare(finder: &mut Finder<'_>, name: &str, process: &Process<'_>) {
+fn compare(finder: &mut Finder<'_>, name: &str, process: &ProcessRecords<'_>) {
     let Some(counted) = process.counted else {
         return;
     };

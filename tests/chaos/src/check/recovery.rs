@@ -3,7 +3,7 @@
 use super::{ClaimDurability, Finder, Invariant, micros};
 use crate::flow::SPAN;
 use crate::ledger::What;
-use crate::schedule::Kind;
+use crate::schedule::FaultKind;
 
 /// The minimum number of confirmed messages after a fault; with fewer, a missing effect proves
 /// nothing.
@@ -30,15 +30,17 @@ fn rate(finder: &mut Finder<'_>) {
         else {
             continue;
         };
-        let of: Option<Vec<Kind>> = kinds.iter().map(|kind| Kind::of(kind)).collect();
+        let of: Option<Vec<FaultKind>> = kinds.iter().map(|kind| FaultKind::of(kind)).collect();
         let Some(of) = of.filter(|_| *idle >= MIN_IDLE_PERCENT) else {
             continue;
         };
-        if of.contains(&Kind::FailOverRedis) && finder.rules.store == ClaimDurability::MayBeLost {
+        if of.contains(&FaultKind::FailOverRedis)
+            && finder.rules.store == ClaimDurability::MayBeLost
+        {
             continue;
         }
         let ended = record.at.saturating_sub(took_ms * 1_000 + micros(SPAN));
-        let may_affect = |at: u64| at <= record.at && at + bound(Kind::KillConsumer) >= ended;
+        let may_affect = |at: u64| at <= record.at && at + bound(FaultKind::KillConsumer) >= ended;
         if finder.windows.aborts().any(may_affect) {
             continue;
         }
@@ -67,18 +69,20 @@ fn first_effect(finder: &mut Finder<'_>) {
     // The times until which earlier faults excuse missing effects.
     let mut excused: Vec<(u64, u64)> = over
         .iter()
-        .filter_map(|(kind, ended)| Some((*ended, ended + bound(Kind::of(kind)?))))
+        .filter_map(|(kind, ended)| Some((*ended, ended + bound(FaultKind::of(kind)?))))
         .collect();
     excused.extend(
         finder
             .windows
             .aborts()
-            .map(|at| (at, at + bound(Kind::KillConsumer))),
+            .map(|at| (at, at + bound(FaultKind::KillConsumer))),
     );
     for (kind, ended) in over {
-        let Some(of) = Kind::of(&kind) else { continue };
+        let Some(of) = FaultKind::of(&kind) else {
+            continue;
+        };
         // After Redis lost claims, at most once pauses until an operator resumes it.
-        if of == Kind::FailOverRedis && finder.rules.store == ClaimDurability::MayBeLost {
+        if of == FaultKind::FailOverRedis && finder.rules.store == ClaimDurability::MayBeLost {
             continue;
         }
         let before = excused
@@ -120,6 +124,6 @@ fn first_effect(finder: &mut Finder<'_>) {
     }
 }
 
-fn bound(kind: Kind) -> u64 {
+fn bound(kind: FaultKind) -> u64 {
     micros(kind.recovery_bound())
 }

@@ -13,7 +13,7 @@ use crate::ledger::{
 };
 use ledger_builder::LedgerBuilder;
 
-const RULES: Rules = Rules {
+const RULES: CheckRules = CheckRules {
     guarantee: TestedGuarantee::EffectivelyOnce,
     order: Ordered::ByKey,
     lease: Duration::from_secs(2),
@@ -25,11 +25,11 @@ const RULES: Rules = Rules {
     attempts: 3,
     scope: CheckScope::All,
 };
-const AT_MOST_ONCE: Rules = Rules {
+const AT_MOST_ONCE: CheckRules = CheckRules {
     guarantee: TestedGuarantee::AtMostOnce,
     ..RULES
 };
-const BARE: Rules = Rules {
+const BARE: CheckRules = CheckRules {
     guarantee: TestedGuarantee::Bare,
     ..RULES
 };
@@ -464,7 +464,7 @@ fn i8_a_delivery_settled_twice_is_a_violation() {
 
 #[test]
 fn i2_if_a_failover_may_lose_claims_a_second_effect_needs_a_cause() {
-    let forgets = Rules {
+    let forgets = CheckRules {
         store: ClaimDurability::MayBeLost,
         ..AT_MOST_ONCE
     };

@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use super::group::{Combination, Consumer, Group, status_text};
-use super::servers::Servers;
-use super::step::{Step, Trigger};
+use super::group::{Combination, ConsumerGroup, GroupMember, status_text};
+use super::servers::MatrixServers;
+use super::step::{CrashStep, Trigger};
 use crate::Error;
-use crate::check::{Checked, Rules};
+use crate::check::{CheckRules, Checked};
 use crate::ledger::{Ledger, StoreOperation, What};
-use crate::message::{Outgoing, Work};
+use crate::message::{OutgoingMessage, Work};
 
 /// The time limit until a process reaches its step.
 const STEP_TIMEOUT: Duration = Duration::from_secs(120);
@@ -22,7 +22,7 @@ const ABORTED: &str = "signal 6";
 /// The result of a cell.
 pub(crate) struct CellResult {
     pub(crate) checked: Checked,
-    pub(crate) rules: Rules,
+    pub(crate) rules: CheckRules,
     /// The number of runs in which a process aborted at the step.
     pub(crate) seen: u32,
     /// What happened in the other runs.
@@ -31,13 +31,13 @@ pub(crate) struct CellResult {
 
 /// Runs the cell with these environment variables and the one that arms the step.
 pub(crate) fn run(
-    servers: &Servers,
-    step: &Step,
+    servers: &MatrixServers,
+    step: &CrashStep,
     combination: Combination,
     environment: &[(&str, &str)],
     folder: &Path,
 ) -> Result<CellResult, Error> {
-    let mut group = Group::open(servers, combination, folder)?;
+    let mut group = ConsumerGroup::open(servers, combination, folder)?;
     match step.trigger {
         // The queue must exist: the consumers only check it.
         Trigger::DrainWhileSomethingIsHeld => {
@@ -116,7 +116,11 @@ pub(crate) fn run(
 }
 
 /// Sends the signal that the step needs, once the consumer is in the required state.
-fn trigger_step(group: &mut Group<'_>, consumer: &Consumer, trigger: Trigger) -> Result<(), Error> {
+fn trigger_step(
+    group: &mut ConsumerGroup<'_>,
+    consumer: &GroupMember,
+    trigger: Trigger,
+) -> Result<(), Error> {
     let by = consumer.name.clone();
     let waits = matches!(
         trigger,
@@ -145,7 +149,7 @@ fn trigger_step(group: &mut Group<'_>, consumer: &Consumer, trigger: Trigger) ->
 
 /// The messages of a run: some succeed, three of them with the same key and one of them longer than
 /// a third of the lease; one is sent twice, one always fails, one always panics, one is rejected.
-fn wave(run: usize, trigger: Trigger) -> Vec<Outgoing> {
+fn wave(run: usize, trigger: Trigger) -> Vec<OutgoingMessage> {
     let long = if trigger == Trigger::Drain { 1_500 } else { 20 };
     let free =
         |prefix: &str, number: u32, ms| message(format!("{prefix}-{run}{number:02}"), None, ms);
@@ -172,8 +176,8 @@ fn wave(run: usize, trigger: Trigger) -> Vec<Outgoing> {
 }
 
 /// A message whose handler takes this many milliseconds.
-pub(crate) fn message(id: String, key: Option<String>, ms: u64) -> Outgoing {
-    Outgoing {
+pub(crate) fn message(id: String, key: Option<String>, ms: u64) -> OutgoingMessage {
+    OutgoingMessage {
         id,
         key,
         body: serde_json::to_string(&Work { ms }).expect("a number"),

@@ -25,7 +25,7 @@ const TIMEOUT: Duration = Duration::from_secs(8);
 /// The marker store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
-pub enum Markers {
+pub enum TestedStore {
     /// In a Redis.
     Redis,
     /// In a SQLite file.
@@ -39,7 +39,7 @@ pub struct Arguments {
     common: CommonArguments,
     /// The kind of the marker store.
     #[arg(long, value_enum)]
-    markers: Markers,
+    markers: TestedStore,
     /// The URL or file of the marker store.
     #[arg(long)]
     store: String,
@@ -56,8 +56,8 @@ pub struct Arguments {
     #[arg(long, value_enum, default_value_t = Declares::Consumer)]
     topology: Declares,
     /// Which way rejected messages reach the dead letters on RabbitMQ.
-    #[arg(long, value_enum, default_value_t = RejectedBy::Consumer)]
-    rejects: RejectedBy,
+    #[arg(long, value_enum, default_value_t = RejectRoute::Consumer)]
+    rejects: RejectRoute,
     /// The network fault between the consumer and its store.
     #[arg(long, value_enum, default_value_t = StoreFault::None)]
     store_fault: StoreFault,
@@ -86,7 +86,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
             } else {
                 Topology::Check
             };
-            let rejects = if arguments.rejects == RejectedBy::Consumer {
+            let rejects = if arguments.rejects == RejectRoute::Consumer {
                 Rejects::Published
             } else {
                 Rejects::ByQueue
@@ -117,7 +117,7 @@ enum Declares {
 
 /// Which way rejected messages reach the dead letters on RabbitMQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum RejectedBy {
+enum RejectRoute {
     /// The consumer publishes it.
     Consumer,
     /// The queue's own dead-letter exchange.
@@ -128,12 +128,12 @@ async fn consume(source: impl Connect, arguments: &Arguments, worker: Worker) ->
     let common = &arguments.common;
     let (log, sink) = (Arc::clone(&worker.log), worker.sink.clone());
     let store: Arc<dyn Store> = match arguments.markers {
-        Markers::Redis => Arc::new(Redis::at(&arguments.store)),
-        Markers::Sqlite => Arc::new(Sqlite::file(&arguments.store)),
+        TestedStore::Redis => Arc::new(Redis::at(&arguments.store)),
+        TestedStore::Sqlite => Arc::new(Sqlite::file(&arguments.store)),
     };
     let store = Arc::new(StallRecorder::new(store, Arc::clone(&log)));
     let mut builder = Consumer::builder();
-    if arguments.markers == Markers::Sqlite {
+    if arguments.markers == TestedStore::Sqlite {
         // Its file is on a memory file system. Only processes crash here, not the machine.
         builder = builder.allow_volatile_store();
     }
@@ -143,7 +143,7 @@ async fn consume(source: impl Connect, arguments: &Arguments, worker: Worker) ->
             FaultyStore::new(store, arguments.store_fault),
             Arc::clone(&log),
         ))
-        .handler(Effects {
+        .handler(MatrixHandler {
             sink,
             log,
             runs: AtomicU64::new(0),
@@ -171,7 +171,7 @@ async fn consume(source: impl Connect, arguments: &Arguments, worker: Worker) ->
 
 /// A handler that applies the effect of a message at the sink halfway through its running time, or
 /// fails as the prefix of the id says.
-struct Effects {
+struct MatrixHandler {
     sink: Sink,
     log: Arc<Log>,
     runs: AtomicU64,
@@ -179,7 +179,7 @@ struct Effects {
     of_id: Mutex<HashMap<String, u32>>,
 }
 
-impl Handler for Effects {
+impl Handler for MatrixHandler {
     type Payload = Work;
 
     async fn handle(&self, work: Work, cx: &Context) -> Result<(), Failure> {

@@ -13,14 +13,16 @@ use oncegate::marker::{Doubt, Marker};
 use oncegate::{MessageId, Redis, Scope, Sqlite};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::consumer::Markers;
-use super::servers::Servers;
+use super::consumer::TestedStore;
+use super::servers::MatrixServers;
 use crate::Error;
 use crate::broker_client::BrokerClient;
-use crate::check::{CheckScope, Checked, ClaimDurability, Ordered, Rules, TestedGuarantee, check};
+use crate::check::{
+    CheckRules, CheckScope, Checked, ClaimDurability, Ordered, TestedGuarantee, check,
+};
 use crate::fleet::SinkProcess;
 use crate::ledger::{FaultEdge, Ledger, Log, SentSignal, What};
-use crate::message::Outgoing;
+use crate::message::OutgoingMessage;
 use crate::run::ConsumerMode;
 use crate::worker::Broker;
 
@@ -52,15 +54,15 @@ pub struct Combination {
     /// The broker.
     pub broker: Broker,
     /// The marker store.
-    pub markers: Markers,
+    pub markers: TestedStore,
     /// The guarantee.
     #[serde(rename = "promise")]
     pub guarantee: TestedGuarantee,
 }
 
 /// A running group.
-pub(crate) struct Group<'a> {
-    servers: &'a Servers,
+pub(crate) struct ConsumerGroup<'a> {
+    servers: &'a MatrixServers,
     pub(crate) combination: Combination,
     folder: PathBuf,
     name: String,
@@ -77,14 +79,14 @@ pub(crate) struct Group<'a> {
 }
 
 /// A consumer process of a group; dropping it kills the process.
-pub(crate) struct Consumer {
+pub(crate) struct GroupMember {
     pub(crate) name: String,
     child: Child,
     /// The process ends when this pipe closes, so that it does not outlive the harness.
     _stdin: Option<ChildStdin>,
 }
 
-impl Drop for Consumer {
+impl Drop for GroupMember {
     fn drop(&mut self) {
         // Fails if it has already ended.
         let _ = self.child.kill();
@@ -92,7 +94,7 @@ impl Drop for Consumer {
     }
 }
 
-impl Consumer {
+impl GroupMember {
     /// Sends it a signal.
     pub(crate) fn signal(&self, signal: Signal) -> Result<(), Error> {
         // The process id cannot be reused before the child is waited for.
@@ -101,10 +103,10 @@ impl Consumer {
     }
 }
 
-impl<'a> Group<'a> {
+impl<'a> ConsumerGroup<'a> {
     /// Creates a group with its own topic or queue; its files are in the folder.
     pub(crate) fn open(
-        servers: &'a Servers,
+        servers: &'a MatrixServers,
         combination: Combination,
         folder: &Path,
     ) -> Result<Self, Error> {
@@ -127,8 +129,8 @@ impl<'a> Group<'a> {
         ))?;
         let memory = crate::in_memory()?;
         let store = match combination.markers {
-            Markers::Redis => servers.redis(),
-            Markers::Sqlite => memory.path().join(FILE).display().to_string(),
+            TestedStore::Redis => servers.redis(),
+            TestedStore::Sqlite => memory.path().join(FILE).display().to_string(),
         };
         let guarantee = serde_json::to_value(combination.guarantee)?
             .as_str()
@@ -194,7 +196,7 @@ impl<'a> Group<'a> {
         name: &str,
         environment: &[(&str, &str)],
         more: &[&str],
-    ) -> Result<Consumer, Error> {
+    ) -> Result<GroupMember, Error> {
         // Not by its path: a newer build may have replaced the file.
         let mut command = Command::new("/proc/self/exe");
         let log = OpenOptions::new()
@@ -214,7 +216,7 @@ impl<'a> Group<'a> {
             .env("RUST_BACKTRACE", "0")
             .envs(environment.iter().copied());
         let mut child = command.spawn()?;
-        Ok(Consumer {
+        Ok(GroupMember {
             name: name.to_owned(),
             _stdin: child.stdin.take(),
             child,
@@ -222,7 +224,7 @@ impl<'a> Group<'a> {
     }
 
     /// Publishes messages, and returns when all are confirmed.
-    pub(crate) fn publish(&self, messages: Vec<Outgoing>) -> Result<(), Error> {
+    pub(crate) fn publish(&self, messages: Vec<OutgoingMessage>) -> Result<(), Error> {
         self.ids
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -259,7 +261,7 @@ impl<'a> Group<'a> {
     /// Waits until a consumer has ended; none if it does not in time.
     pub(crate) fn ended(
         &mut self,
-        consumer: &mut Consumer,
+        consumer: &mut GroupMember,
         timeout: Duration,
     ) -> Result<Option<ExitStatus>, Error> {
         let until = Instant::now() + timeout;
@@ -276,7 +278,7 @@ impl<'a> Group<'a> {
     }
 
     /// Records the forced end of a consumer as a fault.
-    pub(crate) fn was_ended(&self, consumer: &Consumer, kind: &str, status: ExitStatus) {
+    pub(crate) fn was_ended(&self, consumer: &GroupMember, kind: &str, status: ExitStatus) {
         let number = self.faults.fetch_add(1, Ordering::Relaxed);
         let fault = |edge| What::Fault {
             number,
@@ -310,7 +312,7 @@ impl<'a> Group<'a> {
     }
 
     /// Kills a consumer (SIGKILL).
-    pub(crate) fn kill(&self, mut consumer: Consumer, kind: &str) -> Result<(), Error> {
+    pub(crate) fn kill(&self, mut consumer: GroupMember, kind: &str) -> Result<(), Error> {
         consumer.child.kill()?;
         let status = consumer.child.wait()?;
         self.was_ended(&consumer, kind, status);
@@ -345,7 +347,7 @@ impl<'a> Group<'a> {
     }
 
     /// Waits until a consumer has declared its queue, and ends the consumer.
-    pub(crate) fn declared(&mut self, mut consumer: Consumer) -> Result<(), Error> {
+    pub(crate) fn declared(&mut self, mut consumer: GroupMember) -> Result<(), Error> {
         let until = Instant::now() + WAIT_TIMEOUT;
         while self.unsettled().is_none() {
             if Instant::now() > until {
@@ -377,7 +379,7 @@ impl<'a> Group<'a> {
     /// consumers. Starts another consumer for messages that they returned.
     pub(crate) fn drain(
         &mut self,
-        mut consumers: Vec<Consumer>,
+        mut consumers: Vec<GroupMember>,
         environment: &[(&str, &str)],
     ) -> Result<(), Error> {
         let until = Instant::now() + WAIT_TIMEOUT;
@@ -415,7 +417,7 @@ impl<'a> Group<'a> {
     }
 
     /// Waits until the consumer handles SIGTERM, which would otherwise end it without a drain.
-    pub(crate) fn wait_until_ready(&self, consumer: &Consumer) -> Result<(), Error> {
+    pub(crate) fn wait_until_ready(&self, consumer: &GroupMember) -> Result<(), Error> {
         let (file, until) = (
             self.folder.join(format!("{}.jsonl", consumer.name)),
             Instant::now() + WAIT_TIMEOUT,
@@ -443,7 +445,7 @@ impl<'a> Group<'a> {
         left
     }
 
-    fn until_quiet(&mut self, consumers: &mut [Consumer], until: Instant) -> Result<(), Error> {
+    fn until_quiet(&mut self, consumers: &mut [GroupMember], until: Instant) -> Result<(), Error> {
         let (mut seen, mut since) = (0, Instant::now());
         while Instant::now() < until {
             self.sink.check_running()?;
@@ -513,8 +515,8 @@ impl<'a> Group<'a> {
             for id in ids {
                 let key = scope.key(&MessageId::new(&id).ok_or("an id")?);
                 let marker = match self.combination.markers {
-                    Markers::Redis => redis.look(&key).await?,
-                    Markers::Sqlite => file.look(&key).await?,
+                    TestedStore::Redis => redis.look(&key).await?,
+                    TestedStore::Sqlite => file.look(&key).await?,
                 };
                 match marker {
                     Marker::InProgress(hold) => {
@@ -531,13 +533,13 @@ impl<'a> Group<'a> {
     }
 
     /// The rules by which the group is checked.
-    pub(crate) fn rules(&self) -> Rules {
+    pub(crate) fn rules(&self) -> CheckRules {
         let order = if self.combination.broker == Broker::Kafka {
             Ordered::ByKey
         } else {
             Ordered::Not
         };
-        Rules {
+        CheckRules {
             guarantee: self.combination.guarantee,
             order,
             lease: LEASE,
@@ -552,7 +554,7 @@ impl<'a> Group<'a> {
     }
 
     /// Checks the ledger.
-    pub(crate) fn check(&self, rules: &Rules) -> Result<Checked, Error> {
+    pub(crate) fn check(&self, rules: &CheckRules) -> Result<Checked, Error> {
         Ok(check(&self.ledger()?, rules))
     }
 }

@@ -7,19 +7,19 @@ use oncegate_testkit::servers::{
 };
 use tokio::runtime::Runtime;
 
-use super::consumer::Markers;
+use super::consumer::TestedStore;
 use crate::Error;
 use crate::worker::Broker;
 
 /// One server of each kind, and a runtime for their clients.
-pub struct Servers {
+pub struct MatrixServers {
     kafka: KafkaServer,
     rabbit: RabbitServer,
     redis: RedisServer,
     pub(crate) runtime: Runtime,
 }
 
-impl Servers {
+impl MatrixServers {
     /// Starts them in parallel. Kafka allows session timeouts of one second.
     ///
     /// # Errors
@@ -110,7 +110,7 @@ impl Servers {
     }
 }
 
-impl Markers {
+impl TestedStore {
     /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {

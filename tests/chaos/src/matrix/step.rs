@@ -1,13 +1,13 @@
 //! The steps of the delivery lifecycle at which a process aborts.
 
-use super::consumer::Markers;
+use super::consumer::TestedStore;
 use super::group::Combination;
 use crate::check::TestedGuarantee;
 use crate::worker::Broker;
 
 /// A crash point in oncegate or in the handler.
 #[derive(Debug)]
-pub struct Step {
+pub struct CrashStep {
     /// The name of the crash point.
     pub name: &'static str,
     /// The description in the table.
@@ -57,8 +57,8 @@ const fn step(
     passes: [u32; 3],
     trigger: Trigger,
     only: Only,
-) -> Step {
-    Step {
+) -> CrashStep {
+    CrashStep {
         name,
         text,
         passes,
@@ -68,7 +68,7 @@ const fn step(
 }
 
 /// All steps, in the order of the delivery lifecycle.
-pub const STEPS: [Step; 56] = [
+pub const STEPS: [CrashStep; 56] = [
     step(
         "delivery",
         "a delivery was received, and nothing was sent to the store",
@@ -463,7 +463,7 @@ pub const STEPS: [Step; 56] = [
     ),
 ];
 
-impl Step {
+impl CrashStep {
     /// Why the step does not exist in this combination; none if it does.
     pub fn absent(&self, combination: Combination) -> Option<&'static str> {
         match self.only {
@@ -475,7 +475,7 @@ impl Step {
             }
             Only::Kafka if combination.broker != Broker::Kafka => Some("a step of Kafka"),
             Only::RabbitMq if combination.broker != Broker::Rabbitmq => Some("a step of RabbitMQ"),
-            Only::Sqlite if combination.markers != Markers::Sqlite => {
+            Only::Sqlite if combination.markers != TestedStore::Sqlite => {
                 Some("Redis has no transactions here; its commands have steps of their own")
             }
             _ => None,
@@ -556,7 +556,7 @@ mod tests {
         );
         let missing: Vec<&str> = points
             .into_iter()
-            .filter(|name| Step::named(name).is_none())
+            .filter(|name| CrashStep::named(name).is_none())
             .collect();
         assert!(
             missing.is_empty(),
@@ -566,7 +566,7 @@ mod tests {
 
     #[test]
     fn each_step_exists_somewhere_and_each_combination_has_steps_of_its_own_broker() {
-        let exists = |step: &Step| {
+        let exists = |step: &CrashStep| {
             crate::matrix::columns()
                 .into_iter()
                 .any(|combination| step.absent(combination).is_none())

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::cell::CellResult;
 use super::group::Combination;
-use super::step::{STEPS, Step};
-use super::{columns, consumer::Markers};
+use super::step::{CrashStep, STEPS};
+use super::{columns, consumer::TestedStore};
 use crate::Error;
 use crate::check::TestedGuarantee;
 use crate::worker::Broker;
@@ -56,14 +56,14 @@ pub struct Cell {
 
 impl Cell {
     /// A cell that does not exist.
-    pub(crate) fn absent(step: &Step, combination: Combination, why: &str) -> Self {
+    pub(crate) fn absent(step: &CrashStep, combination: Combination, why: &str) -> Self {
         Self {
             absent: Some(why.to_owned()),
             ..Self::empty(step, combination)
         }
     }
 
-    fn empty(step: &Step, combination: Combination) -> Self {
+    fn empty(step: &CrashStep, combination: Combination) -> Self {
         let (step, wrong) = (step.name.to_owned(), Vec::new());
         Self {
             step,
@@ -80,7 +80,7 @@ impl Cell {
 
     /// The result of a run.
     pub(crate) fn of(
-        step: &Step,
+        step: &CrashStep,
         combination: Combination,
         result: &Result<CellResult, Error>,
     ) -> Self {
@@ -158,7 +158,7 @@ fn named(combination: Combination) -> String {
     };
     format!(
         "{guarantee}, {broker}, {}",
-        if combination.markers == Markers::Redis {
+        if combination.markers == TestedStore::Redis {
             "Redis"
         } else {
             "SQLite"
@@ -339,7 +339,7 @@ mod tests {
     use super::*;
 
     fn cell(step: &str, combination: Combination, lost: u64) -> Cell {
-        let step = Step::named(step).expect("a step");
+        let step = CrashStep::named(step).expect("a step");
         let wrong = if lost > 0 {
             vec!["I1 u-1: confirmed, and neither".to_owned()]
         } else {
@@ -387,7 +387,10 @@ mod tests {
     #[test]
     fn the_table_says_why_a_cell_does_not_exist() {
         let columns = columns();
-        let (doubt, effectively_once) = (Step::named("doubt.before").expect("a step"), columns[4]);
+        let (doubt, effectively_once) = (
+            CrashStep::named("doubt.before").expect("a step"),
+            columns[4],
+        );
         let why = doubt.absent(effectively_once).expect("it is absent");
         let mut matrix = Matrix {
             cells: vec![

@@ -8,17 +8,17 @@ use oncegate_testkit::proxy::Proxy;
 
 use crate::check::{Checked, Invariant, TestedGuarantee};
 use crate::ledger::{Ledger, SettlementKind, What};
-use crate::matrix::consumer::Markers;
-use crate::matrix::group::{Combination, Group};
-use crate::matrix::servers::Servers;
-use crate::matrix::step::Step;
+use crate::matrix::consumer::TestedStore;
+use crate::matrix::group::{Combination, ConsumerGroup};
+use crate::matrix::servers::MatrixServers;
+use crate::matrix::step::CrashStep;
 use crate::matrix::{message, run_cell};
 use crate::worker::Broker;
-use crate::{Error, check::Rules};
+use crate::{Error, check::CheckRules};
 
 /// The time limit until the ledger has an expected record.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(30);
-/// [`Rules::grace`] in the scenario with concurrent handlers: shorter than the delay of the reply to
+/// [`CheckRules::grace`] in the scenario with concurrent handlers: shorter than the delay of the reply to
 /// the renewal.
 const SHORT_GRACE: Duration = Duration::from_millis(200);
 
@@ -26,11 +26,15 @@ const SHORT_GRACE: Duration = Duration::from_millis(200);
 pub(super) type Environment<'a> = &'a [(&'a str, &'a str)];
 /// Runs a scenario and returns the violations.
 pub(super) type RunScenario =
-    fn(&Servers, Environment<'_>, &Path) -> Result<ViolationCounts, Error>;
+    fn(&MatrixServers, Environment<'_>, &Path) -> Result<ViolationCounts, Error>;
 /// The violated invariants, with counts.
 pub(super) type ViolationCounts = BTreeMap<Invariant, usize>;
 
-const fn combination(broker: Broker, markers: Markers, guarantee: TestedGuarantee) -> Combination {
+const fn combination(
+    broker: Broker,
+    markers: TestedStore,
+    guarantee: TestedGuarantee,
+) -> Combination {
     Combination {
         broker,
         markers,
@@ -47,26 +51,26 @@ fn violated(checked: &Checked) -> ViolationCounts {
 }
 
 fn cell(
-    servers: &Servers,
+    servers: &MatrixServers,
     step: &str,
     combination: Combination,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
-    let step = Step::named(step).ok_or("no such step")?;
+    let step = CrashStep::named(step).ok_or("no such step")?;
     let result = run_cell(servers, step, combination, environment, folder)?;
     Ok(violated(&result.checked))
 }
 
 /// A cell of the matrix: crashes while copies of the handled message arrive.
 pub(super) fn crash_beside_copies(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
     let combination = combination(
         Broker::Rabbitmq,
-        Markers::Redis,
+        TestedStore::Redis,
         TestedGuarantee::EffectivelyOnce,
     );
     cell(servers, "handler.before", combination, environment, folder)
@@ -74,23 +78,27 @@ pub(super) fn crash_beside_copies(
 
 /// A cell of the matrix: crashes in the handler, before its effect.
 pub(super) fn crash_in_the_handler(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
-    let combination = combination(Broker::Kafka, Markers::Sqlite, TestedGuarantee::AtMostOnce);
+    let combination = combination(
+        Broker::Kafka,
+        TestedStore::Sqlite,
+        TestedGuarantee::AtMostOnce,
+    );
     cell(servers, "effect.before", combination, environment, folder)
 }
 
 /// A cell of the matrix: crashes before a completion is sent.
 pub(super) fn crash_before_completion(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
     let combination = combination(
         Broker::Rabbitmq,
-        Markers::Sqlite,
+        TestedStore::Sqlite,
         TestedGuarantee::EffectivelyOnce,
     );
     cell(servers, "complete.before", combination, environment, folder)
@@ -98,15 +106,15 @@ pub(super) fn crash_before_completion(
 
 /// Many messages complete behind a long one; then the process is killed.
 pub(super) fn killed_with_a_gap(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
-    let mut group = Group::open(
+    let mut group = ConsumerGroup::open(
         servers,
         combination(
             Broker::Kafka,
-            Markers::Sqlite,
+            TestedStore::Sqlite,
             TestedGuarantee::EffectivelyOnce,
         ),
         folder,
@@ -137,15 +145,15 @@ pub(super) fn killed_with_a_gap(
 
 /// Handlers panic after their effect.
 pub(super) fn panics_after_effects(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
-    let mut group = Group::open(
+    let mut group = ConsumerGroup::open(
         servers,
         combination(
             Broker::Rabbitmq,
-            Markers::Redis,
+            TestedStore::Redis,
             TestedGuarantee::AtMostOnce,
         ),
         folder,
@@ -162,7 +170,7 @@ pub(super) fn panics_after_effects(
 
 /// A handler fails, and the clear of its claim is applied during the next run, while a copy waits.
 pub(super) fn late_clear(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
@@ -179,7 +187,7 @@ pub(super) fn late_clear(
 /// The outcome is unknown, `reconcile` finds that the effect did not happen, and the repeated
 /// resolve is applied during the next run.
 pub(super) fn late_resolve(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
@@ -194,16 +202,16 @@ pub(super) fn late_resolve(
 }
 
 fn late(
-    servers: &Servers,
+    servers: &MatrixServers,
     broker: Broker,
     prefix: &str,
     store_fault: &str,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
-    let mut group = Group::open(
+    let mut group = ConsumerGroup::open(
         servers,
-        combination(broker, Markers::Sqlite, TestedGuarantee::AtMostOnce),
+        combination(broker, TestedStore::Sqlite, TestedGuarantee::AtMostOnce),
         folder,
     )?;
     let consumer = group.start(
@@ -223,7 +231,7 @@ fn late(
     // Without a key, the copies do not wait for other messages.
     let copies = originals
         .iter()
-        .map(|it| crate::message::Outgoing {
+        .map(|it| crate::message::OutgoingMessage {
             key: None,
             ..it.clone()
         })
@@ -240,15 +248,15 @@ fn late(
 /// The reply to the first claim of each id is lost. Without copies and crashes only the claimant
 /// can hold the id.
 pub(super) fn lost_claims(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
-    let mut group = Group::open(
+    let mut group = ConsumerGroup::open(
         servers,
         combination(
             Broker::Rabbitmq,
-            Markers::Sqlite,
+            TestedStore::Sqlite,
             TestedGuarantee::EffectivelyOnce,
         ),
         folder,
@@ -266,15 +274,15 @@ pub(super) fn lost_claims(
 /// For one consumer the reply to a renewal is slow, and then the store does not reply; another
 /// consumer has a copy of the handled message.
 pub(super) fn slow_renewal(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
-    let mut group = Group::open(
+    let mut group = ConsumerGroup::open(
         servers,
         combination(
             Broker::Rabbitmq,
-            Markers::Sqlite,
+            TestedStore::Sqlite,
             TestedGuarantee::EffectivelyOnce,
         ),
         folder,
@@ -299,7 +307,7 @@ pub(super) fn slow_renewal(
     std::thread::sleep(Duration::from_millis(900));
     group.kill(holder, "kill-consumer")?;
     group.drain(vec![other], environment)?;
-    let rules = Rules {
+    let rules = CheckRules {
         grace: SHORT_GRACE,
         ..group.rules()
     };
@@ -308,15 +316,15 @@ pub(super) fn slow_renewal(
 
 /// A process crashes after the effect, and the message is redelivered after the window.
 pub(super) fn longer_than_the_window(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
-    let mut group = Group::open(
+    let mut group = ConsumerGroup::open(
         servers,
         combination(
             Broker::Rabbitmq,
-            Markers::Redis,
+            TestedStore::Redis,
             TestedGuarantee::AtMostOnce,
         ),
         folder,
@@ -339,15 +347,15 @@ pub(super) fn longer_than_the_window(
 
 /// Connections are closed while handlers run; the process is killed after they have ended.
 pub(super) fn another_channel(
-    servers: &Servers,
+    servers: &MatrixServers,
     environment: Environment<'_>,
     folder: &Path,
 ) -> Result<ViolationCounts, Error> {
-    let mut group = Group::open(
+    let mut group = ConsumerGroup::open(
         servers,
         combination(
             Broker::Rabbitmq,
-            Markers::Sqlite,
+            TestedStore::Sqlite,
             TestedGuarantee::EffectivelyOnce,
         ),
         folder,
@@ -387,7 +395,10 @@ pub(super) fn another_channel(
 }
 
 /// Settles the remaining messages with another consumer, and checks the ledger.
-fn end(group: &mut Group<'_>, environment: Environment<'_>) -> Result<ViolationCounts, Error> {
+fn end(
+    group: &mut ConsumerGroup<'_>,
+    environment: Environment<'_>,
+) -> Result<ViolationCounts, Error> {
     let last = group.start("z0", environment, &[])?;
     group.drain(vec![last], environment)?;
     Ok(violated(&group.check(&group.rules())?))

@@ -11,8 +11,8 @@ use oncegate_testkit::servers::{
 use tempfile::TempDir;
 
 use super::{LoggedServer, MOMENT, black_hole, freeze};
-use crate::fleet::Faults;
-use crate::schedule::{Kind, Planned};
+use crate::fleet::FaultLog;
+use crate::schedule::{FaultKind, Planned};
 use crate::{Error, lock};
 
 /// How long Redis may take to write its buffers after its disk was full.
@@ -25,7 +25,7 @@ const DOWN_AFTER: Duration = Duration::from_secs(3);
 const LOADED: f64 = 2_000.0;
 
 /// The marker store of a run.
-pub(super) enum Store {
+pub(super) enum RunStore {
     /// One server behind a proxy.
     One {
         server: Mutex<LoggedServer<RedisServer>>,
@@ -37,7 +37,7 @@ pub(super) enum Store {
     Three(Mutex<SentinelServers>),
 }
 
-impl Store {
+impl RunStore {
     /// One server with an append-only file, if possible on a memory file system: while a slow disk
     /// syncs, Redis may postpone writes for two seconds, and a kill would lose them.
     pub(super) fn one(password: &str) -> Result<Self, Error> {
@@ -119,7 +119,7 @@ impl Store {
         &self,
         planned: &Planned,
         seed: u64,
-        faults: &Faults,
+        faults: &FaultLog,
         folder: &Path,
     ) -> Result<(), Error> {
         let name = &planned.name();
@@ -137,12 +137,12 @@ impl Store {
             })
         };
         match planned.kind {
-            Kind::KillRedis => {
+            FaultKind::KillRedis => {
                 let mut redis = lock(server);
                 redis.save_log(folder)?;
                 faults.record(name, None, || redis.restart(planned.lasts, Server::kill))
             }
-            Kind::LoadRedis => {
+            FaultKind::LoadRedis => {
                 let mut redis = lock(server);
                 redis.save_log(folder)?;
                 let keys = (planned.lasts.as_secs_f64() * LOADED) as u64;
@@ -154,18 +154,18 @@ impl Store {
                     Ok(redis.server.start_again_loading(planned.lasts)?)
                 })
             }
-            Kind::FreezeRedis => {
+            FaultKind::FreezeRedis => {
                 let mut redis = lock(server);
                 faults.record(name, None, || freeze(&mut redis.server, planned.lasts))
             }
-            Kind::FillRedis => while_set(
+            FaultKind::FillRedis => while_set(
                 server,
                 planned,
                 faults,
                 "CONFIG SET maxmemory 1",
                 "CONFIG SET maxmemory 0",
             ),
-            Kind::StrandRedis => while_set(
+            FaultKind::StrandRedis => while_set(
                 server,
                 planned,
                 faults,
@@ -173,18 +173,18 @@ impl Store {
                 "CONFIG SET min-replicas-to-write 0",
             ),
             // No server listens on port 1, so Redis keeps its data.
-            Kind::DemoteRedis => while_set(
+            FaultKind::DemoteRedis => while_set(
                 server,
                 planned,
                 faults,
                 "REPLICAOF 127.0.0.1 1",
                 "REPLICAOF NO ONE",
             ),
-            Kind::FlushScripts => {
+            FaultKind::FlushScripts => {
                 let redis = lock(server);
                 momentary(&|| drop(redis.server.command("SCRIPT FLUSH")))
             }
-            Kind::FillDisk => {
+            FaultKind::FillDisk => {
                 let redis = lock(server);
                 let result = faults.record(name, None, || {
                     redis.server.fill_disk()?;
@@ -196,7 +196,7 @@ impl Store {
                 std::thread::sleep(WRITTEN);
                 result
             }
-            Kind::DropReplies => {
+            FaultKind::DropReplies => {
                 let (mut random, percent) = (fastrand::Rng::with_seed(seed), planned.percent);
                 faults.record(name, None, || {
                     proxy.inject_faults(move |_| {
@@ -212,8 +212,8 @@ impl Store {
                     Ok(())
                 })
             }
-            Kind::DarkRedis => black_hole(proxy, planned, faults),
-            Kind::ResetRedis => momentary(&|| proxy.reset()),
+            FaultKind::DarkRedis => black_hole(proxy, planned, faults),
+            FaultKind::ResetRedis => momentary(&|| proxy.reset()),
             other => Err(format!("{other} cannot be injected into a single Redis server").into()),
         }
     }
@@ -233,7 +233,7 @@ impl Store {
 fn while_set(
     server: &Mutex<LoggedServer<RedisServer>>,
     planned: &Planned,
-    faults: &Faults,
+    faults: &FaultLog,
     begin: &str,
     end: &str,
 ) -> Result<(), Error> {

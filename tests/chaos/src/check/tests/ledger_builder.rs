@@ -1,6 +1,6 @@
 //! A builder of ledgers.
 
-use crate::check::{Checked, Invariant, Rules, check};
+use crate::check::{CheckRules, Checked, Invariant, check};
 use crate::ledger::{
     FaultEdge, HandlerEnd, Ledger, Record, SentSignal, SettlementKind, StoreOperation, Unique, What,
 };
@@ -151,12 +151,12 @@ impl LedgerBuilder {
             .accept(ms + 11, by, id, "completed")
     }
 
-    pub(super) fn check(self, rules: &Rules) -> Checked {
+    pub(super) fn check(self, rules: &CheckRules) -> Checked {
         check(&Ledger::of(self.0), rules)
     }
 
     /// The violations, by invariant and id.
-    pub(super) fn violations(self, rules: &Rules) -> Vec<(Invariant, Option<String>)> {
+    pub(super) fn violations(self, rules: &CheckRules) -> Vec<(Invariant, Option<String>)> {
         self.check(rules)
             .violations
             .into_iter()

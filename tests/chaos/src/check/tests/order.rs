@@ -18,7 +18,7 @@ fn i5_effects_of_a_key_out_of_order_are_a_violation() {
         violation_of(Invariant::I5, "k1-7")
     );
     assert_eq!(
-        ledger().violations(&Rules {
+        ledger().violations(&CheckRules {
             order: Ordered::Not,
             ..RULES
         }),
@@ -48,7 +48,7 @@ fn i5_in_a_queue_an_unconfirmed_message_may_follow_later_ones() {
             .handled(10, "c0.1", "k1-9")
             .handled(30, "c0.1", "k1-7")
     };
-    let queue = Rules {
+    let queue = CheckRules {
         order: Ordered::ByKeyOfAQueue,
         ..RULES
     };
