@@ -2,6 +2,7 @@
 
 use std::process::Command;
 
+use oncegate_testkit::servers::ServerSet;
 use serde::{Deserialize, Serialize};
 
 /// The machine of a run.
@@ -41,6 +42,12 @@ impl Machine {
         } else {
             "+"
         };
+        let set = ServerSet::current().unwrap_or_default();
+        let first_line_of_set = |words: &[&str]| {
+            let mut command = Command::new(words[0]);
+            command.args(&words[1..]);
+            first_line(&mut set.command(&command))
+        };
         Self {
             processor: format!(
                 "{processors} × {}",
@@ -52,11 +59,9 @@ impl Machine {
             commit: first_line_of("git", &["rev-parse", "--short", "HEAD"]) + changed,
             versions: vec![
                 first_line_of("rustc", &["--version"]),
-                first_line_of("redis-server", &["--version"]),
-                format!(
-                    "rabbitmq-server {}",
-                    first_line_of("dpkg-query", &["-W", "-f", "${Version}", "rabbitmq-server"])
-                ),
+                first_line_of_set(&[set.redis_server(), "--version"]),
+                // `rabbitmq_server-<version>`
+                first_line_of_set(&["sh", "-c", "ls /usr/lib/rabbitmq/lib"]),
                 first_line_of("java", &["--version"]),
                 format!("librdkafka {}", rdkafka::util::get_rdkafka_version().1),
                 format!("kafka {}", kafka()),
@@ -79,8 +84,12 @@ fn kafka() -> String {
 
 /// The first line that a program prints.
 fn first_line_of(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output();
-    let printed = output
+    first_line(Command::new(program).args(arguments))
+}
+
+fn first_line(command: &mut Command) -> String {
+    let printed = command
+        .output()
         .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
         .unwrap_or_default();
     printed.lines().next().unwrap_or_default().to_owned()

@@ -18,14 +18,23 @@ mod state;
 mod stopping;
 mod test;
 
-use std::process::ExitCode;
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::process::{self, ExitCode};
 
 use clap::{Parser, Subcommand};
+use oncegate_testkit::servers::{SERVER_SET, ServerSet};
 
 /// Development commands of oncegate.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 struct Arguments {
+    /// The releases of RabbitMQ and Redis: debian12 (the packages of the host), today (RabbitMQ 4 and
+    /// Valkey 9), today-redis (RabbitMQ 4 and Redis 8). The newer ones are unpacked into the cache,
+    /// beside the host's; that needs root and a Debian host. Default: ONCEGATE_SERVERS, or debian12.
+    #[arg(long, global = true, value_name = "SET")]
+    servers: Option<ServerSet>,
+
     #[command(subcommand)]
     command: Command,
 }
@@ -75,7 +84,57 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let outcome = match Arguments::parse().command {
+    let outcome = with_server_set().and_then(|()| run());
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// With `--servers` anywhere in the arguments: replaces this process by one without it, whose
+/// environment has the set, for all programs that start servers.
+fn with_server_set() -> Result<(), Error> {
+    let mut arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let Some(set) = take_servers(&mut arguments)? else {
+        return Ok(());
+    };
+    let program = std::env::current_exe().map_err(|source| Error::CannotRun {
+        program: "xtask".to_owned(),
+        source,
+    })?;
+    let source = process::Command::new(&program)
+        .args(arguments)
+        .env(SERVER_SET, set.name())
+        .exec();
+    Err(Error::CannotRun {
+        program: program.display().to_string(),
+        source,
+    })
+}
+
+/// Removes `--servers SET` or `--servers=SET`. The last one counts.
+fn take_servers(arguments: &mut Vec<OsString>) -> Result<Option<ServerSet>, Error> {
+    let mut set = None;
+    while let Some(at) = arguments.iter().position(|argument| {
+        argument == "--servers" || argument.to_string_lossy().starts_with("--servers=")
+    }) {
+        let option = arguments.remove(at).to_string_lossy().into_owned();
+        let name = match option.split_once('=') {
+            Some((_, name)) => name.to_owned(),
+            None if at < arguments.len() => arguments.remove(at).to_string_lossy().into_owned(),
+            None => String::new(),
+        };
+        set = Some(name.parse()?);
+    }
+    Ok(set)
+}
+
+fn run() -> Result<(), Error> {
+    let arguments = Arguments::parse();
+    match arguments.command {
         Command::Setup => setup::run(),
         Command::Test(arguments) => test::run(&arguments),
         Command::Faults(arguments) => faults::run(&arguments),
@@ -87,13 +146,6 @@ fn main() -> ExitCode {
         Command::Published(arguments) => published::run(&arguments),
         Command::Api(arguments) => api::run(&arguments),
         Command::Services { command } => services::run(command),
-    };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("xtask: {error}");
-            ExitCode::FAILURE
-        }
     }
 }
 
@@ -133,4 +185,37 @@ enum Error {
     /// Ctrl-C, SIGTERM or SIGHUP; the started servers have been stopped.
     #[error("stopped by a signal")]
     Stopped,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_servers_are_an_option_of_each_command() {
+        for (line, expected, left) in [
+            (
+                "chaos --smoke --servers today",
+                Some(ServerSet::Today),
+                "chaos --smoke",
+            ),
+            (
+                "--servers=today-redis test -p a",
+                Some(ServerSet::TodayRedis),
+                "test -p a",
+            ),
+            ("services up", None, "services up"),
+        ] {
+            let mut arguments: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            assert_eq!(take_servers(&mut arguments).expect("a set"), expected);
+            assert_eq!(arguments.join(" ".as_ref()), left);
+        }
+        for unknown in ["test --servers yesterday", "test --servers"] {
+            let mut arguments: Vec<OsString> = unknown.split(' ').map(OsString::from).collect();
+            let error = take_servers(&mut arguments)
+                .expect_err("unknown")
+                .to_string();
+            assert!(error.contains("debian12, today or today-redis"), "{error}");
+        }
+    }
 }

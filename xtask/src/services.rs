@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::Subcommand;
 use oncegate_testkit::servers::{
     KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server, ServerKind,
+    ServerSet,
 };
 
 use crate::Error;
@@ -42,14 +43,19 @@ pub(crate) fn run(command: Command) -> Result<(), Error> {
 fn up() -> Result<(), Error> {
     let stopping = Stopping::on_signals()?;
     let state = load()?;
-    if !state.services.is_empty() && state.services.iter().all(is_up) {
+    let set = ServerSet::current()?;
+    if !state.services.is_empty() && state.set == set && state.services.iter().all(is_up) {
         print!("{}", state.environment());
         return Ok(());
     }
     // After a restart of the machine the file names processes that no longer exist. If only some of
-    // the servers run, they are stopped, too.
+    // the servers run, or those of another set, they are stopped, too.
     stop(&state)?;
-    eprintln!("services: starting Kafka, RabbitMQ and Redis");
+    set.fetch()?;
+    eprintln!(
+        "services: starting Kafka, RabbitMQ and Redis ({})",
+        set.name()
+    );
     let (kafka, rabbitmq, redis) = std::thread::scope(|scope| {
         let kafka = scope.spawn(KafkaServer::start);
         let rabbitmq = scope.spawn(RabbitServer::start);
@@ -66,6 +72,7 @@ fn up() -> Result<(), Error> {
     stopping.check()?;
     let (brokers, amqp, url) = (kafka.brokers(), rabbitmq.url(), redis.url());
     let state = State {
+        set,
         services: vec![
             service("ONCEGATE_KAFKA", brokers, kafka),
             service("ONCEGATE_RABBITMQ", amqp, rabbitmq),
@@ -251,6 +258,7 @@ mod tests {
 
             let outcome = write_state(
                 &State {
+                    set: ServerSet::default(),
                     services: vec![service],
                 },
                 state_path,

@@ -92,6 +92,7 @@ pub(crate) fn run() -> Result<(), Error> {
         "setup: Kafka broker in {}",
         oncegate_testkit::servers::fetch_kafka()?.display()
     );
+    oncegate_testkit::servers::ServerSet::current()?.fetch()?;
     Ok(())
 }
 

@@ -3,11 +3,12 @@
 
 use std::path::PathBuf;
 
-use oncegate_testkit::servers::{Detached, ProcessId};
+use oncegate_testkit::servers::{Detached, ProcessId, SERVER_SET, ServerSet};
 
 /// The servers that `services up` started.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
+    pub(crate) set: ServerSet,
     pub(crate) services: Vec<Service>,
 }
 
@@ -23,16 +24,19 @@ pub(crate) struct Service {
 
 /// The state file has an invalid line.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("line {line} of the state file is not `name variable=address number:start,… directory`")]
+#[error(
+    "line {line} of the state file is not `name variable=address number:start,… directory`, or the first not a set of servers"
+)]
 pub(crate) struct Unreadable {
     line: usize,
 }
 
 impl State {
-    /// One line per service: name, address, processes in the order in which to stop them, and last
-    /// the directory, because its name may contain spaces.
+    /// The set of servers, then one line per service: name, address, processes in the order in which
+    /// to stop them, and last the directory, because its name may contain spaces.
     pub(crate) fn to_text(&self) -> String {
-        self.services
+        let services: String = self
+            .services
             .iter()
             .map(|service| {
                 let Service {
@@ -52,25 +56,33 @@ impl State {
                     detached.directory.display()
                 )
             })
-            .collect()
+            .collect();
+        format!("{}\n{services}", self.set.name())
     }
 
     /// Reads what [`State::to_text`] wrote.
     pub(crate) fn parse(text: &str) -> Result<Self, Unreadable> {
-        let services = text
-            .lines()
+        let mut lines = text.lines();
+        let set = lines
+            .next()
+            .and_then(|name| name.parse().ok())
+            .ok_or(Unreadable { line: 1 })?;
+        let services = lines
             .enumerate()
-            .map(|(index, line)| parse_line(line).ok_or(Unreadable { line: index + 1 }))
+            .map(|(index, line)| parse_line(line).ok_or(Unreadable { line: index + 2 }))
             .collect::<Result<_, _>>()?;
-        Ok(Self { services })
+        Ok(Self { set, services })
     }
 
-    /// The variables and addresses, one `NAME=value` per line.
+    /// The variables, one `NAME=value` per line: the set, for the servers that tests start, and the
+    /// addresses.
     pub(crate) fn environment(&self) -> String {
-        self.services
+        let addresses: String = self
+            .services
             .iter()
             .map(|service| format!("{}={}\n", service.variable, service.address))
-            .collect()
+            .collect();
+        format!("{SERVER_SET}={}\n{addresses}", self.set.name())
     }
 }
 
@@ -112,6 +124,7 @@ mod tests {
             },
         };
         let state = State {
+            set: ServerSet::Today,
             services: vec![service("A", &["12:345", "1:2"]), service("B", &["7:8"])],
         };
         assert_eq!(State::parse(&state.to_text()), Ok(state));
@@ -120,8 +133,8 @@ mod tests {
     #[test]
     fn the_error_has_the_number_of_the_invalid_line() {
         assert_eq!(
-            State::parse("Redis A=b 1:2 /tmp/x\nRedis A=b 1 /tmp/x\n"),
-            Err(Unreadable { line: 2 })
+            State::parse("today\nRedis A=b 1:2 /tmp/x\nRedis A=b 1 /tmp/x\n"),
+            Err(Unreadable { line: 3 })
         );
     }
 }

@@ -20,6 +20,7 @@ mod rabbit_cluster;
 mod redis;
 mod sentinel;
 mod server;
+mod server_set;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -36,6 +37,7 @@ pub use rabbit_cluster::RabbitCluster;
 pub use redis::{Redis, RedisOptions, RedisPersistence, RedisServer};
 pub use sentinel::{SENTINEL_NAME, Sentinel, SentinelServers};
 pub use server::{Detached, Server, ServerKind};
+pub use server_set::{SERVER_SET, ServerSet};
 
 /// Why a server could not be started or controlled.
 #[derive(thiserror::Error)]
@@ -74,6 +76,12 @@ pub enum ServerError {
         output: String,
         /// What to do about it.
         advice: &'static str,
+    },
+    /// The environment variable [`SERVER_SET`] has an unknown value.
+    #[error("{SERVER_SET}={name}: unknown; use debian12, today or today-redis")]
+    UnknownServerSet {
+        /// The value.
+        name: String,
     },
     /// Maven succeeded, but Kafka's distribution, which it downloads, is incomplete.
     #[error(

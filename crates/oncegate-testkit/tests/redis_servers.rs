@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_testkit::proxy::{Proxy, RequestFault, contains};
 use oncegate_testkit::servers::{
-    ClusterServers, RedisOptions, RedisPersistence, RedisServer, SentinelServers,
+    ClusterServers, RedisOptions, RedisPersistence, RedisServer, SentinelServers, ServerSet,
 };
 
 #[test]
@@ -16,20 +16,21 @@ fn tls_is_trusted_by_its_authority_alone() {
     let port = server.url().rsplit_once(':').unwrap().1.to_owned();
     let authority = server.certificate_authority();
     let ping = |authority: &str| {
-        let run = Command::new("redis-cli")
-            .args([
-                "-p",
-                &port,
-                "-h",
-                "localhost",
-                "--tls",
-                "--cacert",
-                authority,
-                "-a",
-                "secret",
-                "PING",
-            ])
-            .output();
+        let set = ServerSet::current().unwrap();
+        let mut command = Command::new(set.redis_cli());
+        command.args([
+            "-p",
+            &port,
+            "-h",
+            "localhost",
+            "--tls",
+            "--cacert",
+            authority,
+            "-a",
+            "secret",
+            "PING",
+        ]);
+        let run = set.command(&command).output();
         String::from_utf8(run.unwrap().stdout).unwrap()
     };
     assert_eq!(ping(authority.to_str().unwrap()).trim(), "PONG");

@@ -7,6 +7,7 @@ use super::ServerError;
 use super::port::free_ports;
 use super::redis::{RedisOptions, RedisPersistence, RedisServer};
 use super::server::{run_program, wait_until};
+use super::server_set::ServerSet;
 
 const NAME: &str = "Redis Cluster";
 const ADVICE: &str =
@@ -74,13 +75,19 @@ impl ClusterServers {
         arguments: &[&str],
     ) -> Result<Self, ServerError> {
         let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", port(node)));
-        let mut command = Command::new("redis-cli");
+        let set = ServerSet::current()?;
+        let mut command = Command::new(set.redis_cli());
         command
             .args(arguments)
             .args(["--cluster", "create"])
             .args(addresses)
             .args(["--cluster-replicas", "1", "--cluster-yes"]);
-        run_program(NAME, &mut command, "redis-cli --cluster create", ADVICE)?;
+        run_program(
+            NAME,
+            &mut set.command(&command),
+            "redis-cli --cluster create",
+            ADVICE,
+        )?;
         let nodes_agree = || {
             let is_complete = |node: &RedisServer| {
                 node.reply("CLUSTER INFO").is_ok_and(|reply| {

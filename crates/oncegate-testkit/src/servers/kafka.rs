@@ -170,6 +170,7 @@ impl ServerKind for Kafka {
     const ADVICE: &'static str =
         "`cargo xtask setup` installs what it needs (Debian's package is default-jre-headless)";
     const START_TIMEOUT: Duration = Duration::from_secs(90);
+    const IN_SERVER_SET: bool = false;
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = self.java();

@@ -10,6 +10,7 @@ use std::time::Duration;
 use super::certificates;
 use super::port::free_ports;
 use super::server::{Server, ServerKind, run_program, temporary_directory, write};
+use super::server_set::ServerSet;
 use super::{ServerError, io};
 
 /// The script of the server; the one on the `PATH` requires a certain user and directories.
@@ -208,10 +209,11 @@ impl RabbitServer {
     pub fn control(&self, arguments: &[&str]) -> Result<String, ServerError> {
         let mut command = Command::new(RABBITMQCTL);
         self.kind().set_environment(&mut command, self.directory());
+        command.args(arguments);
         let shown = format!("rabbitmqctl {}", arguments.join(" "));
         run_program(
             Rabbit::NAME,
-            command.args(arguments),
+            &mut ServerSet::current()?.command(&command),
             &shown,
             "see `rabbitmqctl help`",
         )
@@ -223,6 +225,7 @@ impl ServerKind for Rabbit {
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is rabbitmq-server)";
     const START_TIMEOUT: Duration = Duration::from_secs(90);
+    const IN_SERVER_SET: bool = true;
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut node = Command::new(RABBITMQ_SERVER);

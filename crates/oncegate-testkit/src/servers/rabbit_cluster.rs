@@ -31,6 +31,7 @@ impl ServerKind for NameServerProcess {
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is erlang-base)";
     const START_TIMEOUT: Duration = Duration::from_secs(10);
+    const IN_SERVER_SET: bool = true;
 
     fn commands(&self, _: &Path) -> Vec<Command> {
         vec![name_server(self.port)]

@@ -11,6 +11,7 @@ use rustix::process::{Pid, Resource, Rlimit};
 use super::certificates;
 use super::port::free_ports;
 use super::server::{Server, ServerKind, temporary_directory};
+use super::server_set::ServerSet;
 use super::{ServerError, io};
 
 /// A Redis server. Needs `redis-server`.
@@ -285,14 +286,17 @@ impl ServerKind for Redis {
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is redis-server)";
     const START_TIMEOUT: Duration = Duration::from_secs(30);
+    const IN_SERVER_SET: bool = true;
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
+        // `Server` reports a set that is unknown.
+        let program = ServerSet::current().unwrap_or_default().redis_server();
         let mut command = match self.options.disk {
-            Disk::Large => Command::new("redis-server"),
+            Disk::Large => Command::new(program),
             Disk::MayFill => {
                 // A write beyond the limit fails like on a full disk if SIGXFSZ is ignored.
                 let mut command = Command::new("env");
-                command.args(["--ignore-signal=XFSZ", "redis-server"]);
+                command.args(["--ignore-signal=XFSZ", program]);
                 command
             }
         };

@@ -8,6 +8,7 @@ use super::ServerError;
 use super::port::free_ports;
 use super::redis::{RedisOptions, RedisPersistence, RedisServer, send_command, tls_settings};
 use super::server::{Server, ServerKind, temporary_directory, wait_until, write};
+use super::server_set::ServerSet;
 
 /// The name of the primary in the Sentinels' configuration.
 pub const SENTINEL_NAME: &str = "mymaster";
@@ -33,9 +34,10 @@ impl ServerKind for Sentinel {
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is redis-server)";
     const START_TIMEOUT: Duration = Duration::from_secs(30);
+    const IN_SERVER_SET: bool = true;
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
-        let mut command = Command::new("redis-server");
+        let mut command = Command::new(ServerSet::current().unwrap_or_default().redis_server());
         command
             .arg(directory.join("sentinel.conf"))
             .arg("--sentinel");

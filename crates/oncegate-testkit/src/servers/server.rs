@@ -9,6 +9,7 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 use super::process::{POLL_INTERVAL, ProcessId};
+use super::server_set::{ServerSet, prefixed};
 use super::{ServerError, certificates, io};
 
 /// How long a server may take to end after SIGTERM before SIGKILL.
@@ -22,6 +23,9 @@ pub trait ServerKind {
     const ADVICE: &'static str;
     /// The time limit of a start.
     const START_TIMEOUT: Duration;
+
+    /// Whether its programs are those of the current [`ServerSet`]; otherwise those of the host.
+    const IN_SERVER_SET: bool;
 
     /// The programs of the server in the order of their start; the server itself is the last.
     fn commands(&self, directory: &Path) -> Vec<Command>;
@@ -160,9 +164,14 @@ impl<K: ServerKind> Server<K> {
         // A new file at each start, so that `answers` reads only lines of this process.
         let log = File::create(&path)
             .map_err(|source| io(K::NAME, format!("create {}", path.display()), source))?;
+        let set = ServerSet::current()?;
         for command in self.kind.commands(&directory) {
-            let mut in_session = in_new_session(&command);
             let shown = format!("run {:?}", command.get_program());
+            let mut in_session = in_new_session(&if K::IN_SERVER_SET {
+                set.command(&command)
+            } else {
+                command
+            });
             let output = log
                 .try_clone()
                 .map_err(|source| io(K::NAME, "share the log", source))?;
@@ -249,17 +258,7 @@ impl<K: ServerKind> Drop for Server<K> {
 /// `setsid` replaces itself by the given program, with the same process id, as the leader of a new
 /// session: signals of the terminal do not reach it, and it may outlive its parent.
 fn in_new_session(command: &Command) -> Command {
-    let mut in_session = Command::new("setsid");
-    in_session
-        .arg(command.get_program())
-        .args(command.get_args());
-    for (name, value) in command.get_envs() {
-        match value {
-            Some(value) => in_session.env(name, value),
-            None => in_session.env_remove(name),
-        };
-    }
-    in_session
+    prefixed(&["setsid".into()], command)
 }
 
 pub(crate) fn temporary_directory(server: &'static str) -> Result<TempDir, ServerError> {
