@@ -8,6 +8,7 @@ use oncegate_core::StoreError;
 use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Verdict};
 use redis::{Cmd, Value};
 
+use crate::conditional::{self, Conditional, ConditionalCommands, Use};
 use crate::durability::Durability;
 use crate::failure::{StoreFailure, denied_user, is_denied};
 use crate::loss_detector::LossDetector;
@@ -40,6 +41,10 @@ enum BatchCommand {
     BareClaim(usize),
     /// `DEL`, for [`Guarantee::Bare`].
     BareDelete(usize),
+    /// Operations of which the server decides whether they need the script; at least one. Never sent.
+    Undecided(Vec<usize>),
+    /// A completion or clearing without the script.
+    Conditional(Conditional, usize),
     /// One script call; at least one operation.
     Script(ScriptRef, Vec<usize>),
 }
@@ -47,11 +52,16 @@ enum BatchCommand {
 impl BatchCommand {
     fn operations(&self) -> &[usize] {
         match self {
-            Self::Claim(one) | Self::BareClaim(one) | Self::BareDelete(one) => {
-                std::slice::from_ref(one)
-            }
-            Self::Script(_, many) => many,
+            Self::Claim(one)
+            | Self::BareClaim(one)
+            | Self::BareDelete(one)
+            | Self::Conditional(_, one) => std::slice::from_ref(one),
+            Self::Undecided(many) | Self::Script(_, many) => many,
         }
+    }
+
+    fn is(&self, conditional: Conditional) -> bool {
+        matches!(self, Self::Conditional(it, _) if *it == conditional)
     }
 }
 
@@ -149,24 +159,25 @@ impl OperationBatch<'_> {
                     singles.push((BatchCommand::BareDelete(index), CommandTarget::Owner))
                 }
                 (_, Ask::Claim) => singles.push((BatchCommand::Claim(index), CommandTarget::Owner)),
-                _ => self.add_to_script_call(&mut calls, CommandTarget::Owner, index),
+                _ => self.add_to_call(&mut calls, index, BatchCommand::Undecided),
             }
         }
         calls.append(&mut singles);
         calls
     }
 
-    /// Adds an operation to a script call with the same terms. In a Cluster each call has one key:
-    /// keys of one node may belong to different slots.
-    fn add_to_script_call(
+    /// Adds an operation to a call with the same terms, or to a new one. In a Cluster each call has one
+    /// key: keys of one node may belong to different slots.
+    fn add_to_call(
         &self,
         commands: &mut Vec<RoutedCommand>,
-        target: CommandTarget,
         index: usize,
+        new: fn(Vec<usize>) -> BatchCommand,
     ) {
         if let Router::Single(_) = self.router {
             for (command, _) in commands.iter_mut() {
-                if let BatchCommand::Script(ScriptRef::Digest, call) = command
+                if let BatchCommand::Undecided(call) | BatchCommand::Script(ScriptRef::Digest, call) =
+                    command
                     && call.len() < KEYS_PER_CALL
                     && script::can_share_call(&self.operations[call[0]], &self.operations[index])
                 {
@@ -175,7 +186,7 @@ impl OperationBatch<'_> {
                 }
             }
         }
-        commands.push((BatchCommand::Script(ScriptRef::Digest, vec![index]), target));
+        commands.push((new(vec![index]), CommandTarget::Owner));
     }
 
     /// Sends the commands, in one pipeline to each server, and the commands that follow from the
@@ -253,22 +264,59 @@ impl OperationBatch<'_> {
             };
             let connection_kind = self.connection_kind(&self.operations[first]);
             let asking = matches!(target, CommandTarget::Ask(_));
-            let has_same_target = |server_pipeline: &&mut ServerPipeline| {
+            let has_same_target = |server_pipeline: &ServerPipeline| {
                 Arc::ptr_eq(&server_pipeline.connections, &connections)
                     && server_pipeline.connection_kind == connection_kind
                     && server_pipeline.asking == asking
             };
-            match pipelines.iter_mut().find(has_same_target) {
-                Some(server_pipeline) => server_pipeline.commands.push(command),
-                None => pipelines.push(ServerPipeline {
+            let at = pipelines.iter().position(has_same_target);
+            let at = at.unwrap_or_else(|| {
+                pipelines.push(ServerPipeline {
                     connections,
                     connection_kind,
                     asking,
-                    commands: vec![command],
-                }),
-            }
+                    commands: Vec::new(),
+                });
+                pipelines.len() - 1
+            });
+            let ServerPipeline {
+                connections,
+                commands,
+                ..
+            } = &mut pipelines[at];
+            let known = &connections.get(connection_kind).conditional;
+            self.add_for_server(command, known, commands);
         }
         Ok(pipelines)
+    }
+
+    /// Adds a command. Undecided operations become conditional commands if the server has them, else a
+    /// script call.
+    fn add_for_server(
+        &self,
+        command: BatchCommand,
+        known: &ConditionalCommands,
+        commands: &mut Vec<BatchCommand>,
+    ) {
+        let BatchCommand::Undecided(call) = command else {
+            commands.push(command);
+            return;
+        };
+        let mut by_script = Vec::new();
+        for index in call {
+            match known.use_for(&self.operations[index]) {
+                Use::All(conditional) => {
+                    commands.push(BatchCommand::Conditional(conditional, index));
+                }
+                Use::One(conditional) if !commands.iter().any(|it| it.is(conditional)) => {
+                    commands.push(BatchCommand::Conditional(conditional, index));
+                }
+                Use::One(_) | Use::Script => by_script.push(index),
+            }
+        }
+        if !by_script.is_empty() {
+            commands.push(script_call(by_script));
+        }
     }
 
     /// With [`Durability::Replicas`], claims and at-most-once renewals use the connection with
@@ -316,6 +364,12 @@ impl OperationBatch<'_> {
                     );
                 }
                 continue;
+            }
+            if let BatchCommand::Conditional(conditional, _) = command {
+                let connection = server_pipeline
+                    .connections
+                    .get(server_pipeline.connection_kind);
+                connection.conditional.learn(conditional, &reply);
             }
             let operations = command.operations().to_vec();
             self.read(command, reply, follow_up);
@@ -387,6 +441,10 @@ impl OperationBatch<'_> {
                 delete.arg("DEL").arg(self.key(*index));
                 delete
             }
+            BatchCommand::Conditional(conditional, index) => {
+                conditional::command(*conditional, &self.key(*index), &self.operations[*index])
+            }
+            BatchCommand::Undecided(call) => self.script_call(ScriptRef::Digest, call),
             BatchCommand::Script(script, call) => self.script_call(*script, call),
         }
     }
@@ -411,6 +469,11 @@ impl OperationBatch<'_> {
                     CommandTarget::Owner,
                 ));
             }
+            (BatchCommand::Conditional(conditional, index), reply)
+                if conditional::needs_script(conditional, &reply) =>
+            {
+                self.add_to_call(follow_up, index, script_call);
+            }
             (command, Value::ServerError(error)) => {
                 let failure =
                     self.server_failure(error.code(), error.details().unwrap_or_default());
@@ -419,8 +482,15 @@ impl OperationBatch<'_> {
             (BatchCommand::Claim(index), reply) => {
                 match reply::claim(reply, &self.operations[index]) {
                     Some(answer) => self.answers[index] = Some(answer),
-                    None => self.add_to_script_call(follow_up, CommandTarget::Owner, index),
+                    None => self.add_to_call(follow_up, index, script_call),
                 }
+            }
+            (BatchCommand::Conditional(_, index), reply) => {
+                self.answers[index] = Some(match reply {
+                    Value::Okay => Ok(Verdict::Done { marker_lost: false }),
+                    Value::Int(_) => Ok(Verdict::Applied),
+                    other => Err(reply::unexpected(&other)),
+                });
             }
             (BatchCommand::BareClaim(index), reply) => {
                 self.answers[index] = Some(match reply {
@@ -501,6 +571,10 @@ impl OperationBatch<'_> {
             self.answers[*index] = Some(Err(failure.clone()));
         }
     }
+}
+
+fn script_call(call: Vec<usize>) -> BatchCommand {
+    BatchCommand::Script(ScriptRef::Digest, call)
 }
 
 /// Whole seconds for `EX`, rounded up, at least 1.

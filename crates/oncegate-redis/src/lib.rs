@@ -11,6 +11,7 @@ mod browse;
 mod canary;
 mod client;
 mod cluster;
+mod conditional;
 mod durability;
 mod failure;
 #[doc(hidden)]

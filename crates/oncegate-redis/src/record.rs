@@ -109,9 +109,13 @@ pub(crate) fn encode(marker: &Marker) -> String {
             attempt,
             fingerprint: body,
         } => format!("v1 x {attempt} {}", fingerprint(*body)),
-        Marker::Done(None) => "1".into(),
-        Marker::Done(Some(body)) => format!("-1{:018}", body.get()),
+        Marker::Done(body) => done(*body),
     }
+}
+
+/// The record of a done marker.
+pub(crate) fn done(fingerprint: Option<Fingerprint>) -> String {
+    fingerprint.map_or_else(|| "1".into(), |body| format!("-1{:018}", body.get()))
 }
 
 fn format_attempts(

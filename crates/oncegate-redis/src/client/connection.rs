@@ -14,6 +14,7 @@ use tokio::sync::Mutex;
 use crate::client::frozen_server::ConsecutiveTimeouts;
 use crate::client::sentinel::Sentinels;
 use crate::client::server::ServerConfig;
+use crate::conditional::ConditionalCommands;
 use crate::failure::{Problem, StoreFailure};
 
 /// The time limits of one connection.
@@ -39,6 +40,8 @@ pub(crate) struct SharedConnection {
     timeouts: Timeouts,
     /// Whether to reconnect before the next command.
     invalidated: AtomicBool,
+    /// Of the server of the current connection.
+    pub(crate) conditional: ConditionalCommands,
     state: Mutex<ConnectionState>,
 }
 
@@ -89,6 +92,7 @@ impl SharedConnection {
             endpoint,
             timeouts,
             invalidated: AtomicBool::new(false),
+            conditional: ConditionalCommands::default(),
             state: Mutex::default(),
         }
     }
@@ -172,6 +176,7 @@ impl SharedConnection {
         }
         match self.connect().await {
             Ok(live) => {
+                self.conditional.reset();
                 state.live = Some(live.clone());
                 Ok(live)
             }
@@ -214,7 +219,7 @@ impl SharedConnection {
             Ok::<(), ()>(())
         });
         let connection = match open(server, ProtocolVersion::RESP3, &with_push).await {
-            Err(error) if lacks_resp3(&error) => {
+            Err(error) if lacks_resp3(server, &error) => {
                 open(server, ProtocolVersion::RESP2, &config).await
             }
             opened => opened,
@@ -313,9 +318,12 @@ async fn open(
         .await
 }
 
-/// Whether the server is older than 6.0.
-fn lacks_resp3(error: &RedisError) -> bool {
+/// Whether the server has no `HELLO`: it is older than 6.0, or the command was renamed. Valkey replies
+/// `NOAUTH` instead of `unknown command` as long as nobody is logged in; with a password, a server
+/// that has `HELLO` replies `WRONGPASS`.
+fn lacks_resp3(server: &ServerConfig, error: &RedisError) -> bool {
     error.kind() == ErrorKind::RESP3NotSupported
+        || (error.code() == Some("NOAUTH") && server.has_password())
         || error
             .detail()
             .is_some_and(|detail| detail.starts_with("unknown command"))

@@ -124,6 +124,11 @@ impl ServerConfig {
         self.info.redis_settings().username().unwrap_or("default")
     }
 
+    /// Whether the URL has a password.
+    pub(crate) fn has_password(&self) -> bool {
+        self.info.redis_settings().password().is_some()
+    }
+
     /// The same server without user, password and database.
     pub(crate) fn without_login(&self) -> Self {
         Self {

@@ -166,19 +166,29 @@ async fn done_markers_are_integers_with_and_without_a_fingerprint() {
         fingerprint: Some(Fingerprint::new(body)),
         ..terms(Guarantee::EffectivelyOnce)
     };
-    let batch = [
-        complete("plain", 1, 1),
-        operation("body", Ask::Complete, 1, 1, with(42)),
-        operation("large", Ask::Complete, 1, 1, with(Fingerprint::LIMIT - 1)),
+    let bodies = [
+        ("plain", terms(Guarantee::EffectivelyOnce)),
+        ("body", with(42)),
+        ("large", with(Fingerprint::LIMIT - 1)),
     ];
-    assert_eq!(
-        verdicts(&store, &batch).await,
-        [Verdict::Done { marker_lost: true }; 3]
-    );
-    for (id, value) in [
-        ("plain", "1"),
-        ("body", "-1000000000000000042"),
-        ("large", "-1999999999999999999"),
+    let batch = |ask: Ask, attempt| bodies.map(|(id, terms)| operation(id, ask, 1, attempt, terms));
+    assert_eq!(verdicts(&store, &batch(Ask::Claim, 0)).await, [GRANTED; 3]);
+    assert_eq!(verdicts(&store, &batch(Ask::Complete, 1)).await, [DONE; 3]);
+    let info: String = redis::cmd("INFO")
+        .arg("server")
+        .query_async(&mut raw)
+        .await
+        .expect("an answer");
+    // Valkey 9 keeps a string of this length beside its key, which takes no more memory.
+    let long = if info.contains("valkey_version:9.") {
+        "embstr"
+    } else {
+        "int"
+    };
+    for (id, value, expected) in [
+        ("plain", "1", "int"),
+        ("body", "-1000000000000000042", long),
+        ("large", "-1999999999999999999", long),
     ] {
         let name = format!("{prefix}{id}");
         let written: String = redis::cmd("GET")
@@ -192,7 +202,7 @@ async fn done_markers_are_integers_with_and_without_a_fingerprint() {
             .query_async(&mut raw)
             .await
             .expect("an answer");
-        assert_eq!((written.as_str(), encoding.as_str()), (value, "int"));
+        assert_eq!((written.as_str(), encoding.as_str()), (value, expected));
     }
     let again = |body| operation("body", Ask::Claim, 2, 0, with(body));
     assert_eq!(

@@ -176,9 +176,12 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     )
     .await
     .expect("a verdict");
-    // Every store connects before the server is stopped.
+    // Every store connects before the server is stopped, and finds out which commands it has.
     for store in &older {
-        store.look(&key("k0")).await.expect("a marker");
+        let clear = operation("free", Ask::Clear(Effect::Nothing), 9, 1, terms(guarantee));
+        for _ in 0..3 {
+            ask(store, clear.clone()).await.expect("a verdict");
+        }
     }
     newer.look(&key("k0")).await.expect("a marker");
     server.freeze();

@@ -9,7 +9,7 @@ use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::Lines;
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
-use crate::support::{GRANTED, ask, at, claim, client_of, complete, key, rights};
+use crate::support::{GRANTED, ask, at, claim, client_of, complete, key, operation, rights, terms};
 
 const SECRET: &str = "s3cr3tpassw0rd";
 
@@ -580,8 +580,9 @@ async fn a_right_that_is_missing_later_is_granted_by_the_command_in_the_error() 
         let claimed = ask(&store, claim(&id, 1)).await;
         let (denied, operation) = match claimed {
             Ok(_) => {
-                let complete = complete(&id, 1, 1);
-                (ask(&store, complete.clone()).await, complete)
+                // By the script on every server.
+                let renew = operation(&id, Ask::Renew, 1, 1, terms(Guarantee::EffectivelyOnce));
+                (ask(&store, renew.clone()).await, renew)
             }
             denied => (denied, claim(&id, 1)),
         };

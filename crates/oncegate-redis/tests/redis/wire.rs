@@ -124,14 +124,56 @@ async fn bare_sends_set_nx_and_del() {
     );
 }
 
+/// How a server is asked to complete or clear an unchanged claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sent {
+    Script,
+    SetIfEq,
+    DelIfEq,
+    DelEx,
+}
+
+/// What each server has, from its newest release to its oldest: completions, then clearings.
+const BY_VERSION: [(&str, (u32, u32), Sent, Sent); 5] = [
+    ("valkey", (9, 0), Sent::SetIfEq, Sent::DelIfEq),
+    ("valkey", (8, 1), Sent::SetIfEq, Sent::Script),
+    ("valkey", (7, 2), Sent::Script, Sent::Script),
+    ("redis", (8, 4), Sent::SetIfEq, Sent::DelEx),
+    ("redis", (7, 0), Sent::Script, Sent::Script),
+];
+
+/// How completions and clearings are sent to this server.
+fn expected(server: &RedisServer) -> (Sent, Sent) {
+    let info = server.reply("INFO server").expect("a reply");
+    let field = |name: &str| {
+        info.lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+    };
+    let (name, version) = match field("valkey_version") {
+        Some(version) => ("valkey", version),
+        None => ("redis", field("redis_version").expect("a version")),
+    };
+    let mut numbers = version
+        .split('.')
+        .map(|number| number.parse().expect("a number"));
+    let version: (u32, u32) = (numbers.next().expect("two"), numbers.next().expect("two"));
+    BY_VERSION
+        .into_iter()
+        .find(|(of, since, ..)| *of == name && version >= *since)
+        .map(|(.., completion, clearing)| (completion, clearing))
+        .expect("a supported version")
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn a_claim_is_one_command_and_many_completions_are_one() {
+async fn a_message_is_two_commands_where_the_server_compares_values() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     let claims: Vec<Operation> = ["a", "b", "c"].map(|id| claim(id, 7)).into();
     verdicts(&store, &claims).await;
-    // Loads the script.
+    // Loads the script, and finds out what the server has.
+    verdicts(&store, &[complete("lost", 7, 1)]).await;
     verdicts(&store, &[complete("a", 7, 1)]).await;
+    let (completion, _) = expected(&server);
     let mut monitor = Monitor::of(server.port());
 
     let batch = [
@@ -153,29 +195,129 @@ async fn a_claim_is_one_command_and_many_completions_are_one() {
         .iter()
         .map(String::as_str)
         .partition(|command| is_inside_script(command));
-    assert_eq!(own.len(), 3, "{sent:?}");
-    // Both claims were unchanged, so that no key is read a second time.
-    assert_eq!(inside[0], r#""MGET" "processed:b" "processed:c""#);
-    assert_eq!(
-        inside[1..],
-        ["b", "c"].map(|id| format!(r#""SET" "processed:{id}" "1" "PX" "600000""#))
-    );
-    assert!(
-        own[0].starts_with("\"EVALSHA\"") && own[0].contains(r#""2" "processed:b" "processed:c""#),
-        "{own:?}"
-    );
-    let record = format!("v1 p {:032x} 1 0 0 n 30000 600000 e -", 8);
-    assert_eq!(
-        own[1],
-        format!(r#""SET" "processed:d" "{record}" "NX" "GET" "PX" "600000""#)
-    );
+    let record = |token: u128| format!("v1 p {token:032x} 1 0 0 n 30000 600000 e -");
+    let granted = |id: &str, token| {
+        format!(
+            r#""SET" "processed:{id}" "{}" "NX" "GET" "PX" "600000""#,
+            record(token)
+        )
+    };
+    match completion {
+        Sent::SetIfEq => {
+            let done = |id: &str| {
+                format!(
+                    r#""SET" "processed:{id}" "1" "IFEQ" "{}" "PX" "600000""#,
+                    record(7)
+                )
+            };
+            assert_eq!(inside, Vec::<&str>::new());
+            assert_eq!(
+                own,
+                [done("b"), done("c"), granted("d", 8), granted("e", 9)]
+            );
+        }
+        _ => {
+            assert_eq!(own.len(), 3, "{sent:?}");
+            // Both claims were unchanged, so that no key is read a second time.
+            assert_eq!(inside[0], r#""MGET" "processed:b" "processed:c""#);
+            assert_eq!(
+                inside[1..],
+                ["b", "c"].map(|id| format!(r#""SET" "processed:{id}" "1" "PX" "600000""#))
+            );
+            assert!(
+                own[0].starts_with("\"EVALSHA\"")
+                    && own[0].contains(r#""2" "processed:b" "processed:c""#),
+                "{own:?}"
+            );
+            assert_eq!(own[1..], [granted("d", 8), granted("e", 9)]);
+        }
+    }
 
     // A duplicate needs only that one command.
     assert_eq!(
         verdicts(&store, &[claim("b", 11)]).await,
         [Verdict::Duplicate]
     );
-    assert_eq!(monitor.commands().len(), 1);
+    let commands = monitor.commands();
+    assert_eq!(commands.len(), 1, "{commands:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_first_attempt_without_effect_is_cleared_by_one_command_where_the_server_compares_values()
+{
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    let on = |id, ask, attempt| operation(id, ask, 7, attempt, terms(Guarantee::EffectivelyOnce));
+    let clear = |id, attempt| on(id, Ask::Clear(Effect::Nothing), attempt);
+    let reject = |id, attempt| on(id, Ask::Reject(Effect::Nothing), attempt);
+    // Loads the script, and finds out what the server has: at most one command of each kind fails.
+    verdicts(&store, &[complete("lost", 7, 1)]).await;
+    for id in ["w", "x", "y"] {
+        assert_eq!(
+            verdicts(&store, &[claim(id, 7), clear(id, 1)]).await,
+            [GRANTED, Verdict::Applied]
+        );
+    }
+    let claims: Vec<Operation> = ["a", "b", "c"].map(|id| claim(id, 7)).into();
+    verdicts(&store, &claims).await;
+    let mut monitor = Monitor::of(server.port());
+    let answers = verdicts(&store, &[clear("a", 1), reject("b", 1), clear("c", 2)]).await;
+    assert_eq!(
+        answers,
+        [Verdict::Applied, Verdict::Applied, Verdict::Lost],
+        "the attempt of c is the first"
+    );
+    let record = format!("v1 p {:032x} 1 0 0 n 30000 600000 e -", 7);
+    let sent: Vec<String> = monitor
+        .commands()
+        .into_iter()
+        .filter(|command| !is_inside_script(command) && !command.starts_with("\"DEL\""))
+        .collect();
+    let deleted = |before: &str, after: &str| {
+        ["a", "b"].map(|id| format!(r#""{before}" "processed:{id}" {after}"{record}""#))
+    };
+    let (mut single, calls): (Vec<String>, Vec<String>) = sent
+        .into_iter()
+        .partition(|command| !command.starts_with("\"EVALSHA\""));
+    single.sort();
+    let (expected_single, expected_calls) = match expected(&server).1 {
+        Sent::DelIfEq => (deleted("DELIFEQ", "").to_vec(), 1),
+        Sent::DelEx => (deleted("DELEX", "\"IFEQ\" ").to_vec(), 1),
+        _ => (Vec::new(), 2),
+    };
+    assert_eq!((single, calls.len()), (expected_single, expected_calls));
+}
+
+/// A user without a right to the newer commands is served by the script; what a connection learned
+/// is forgotten when it is replaced.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_script_replaces_commands_that_are_not_permitted() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    server
+        .command("ACL SETUSER some on nopass ~processed:* -@all +set +get +mget +del +pttl +pexpire +eval +evalsha +info +hello")
+        .expect("a reply");
+    let store = at(&format!("redis://some:x@127.0.0.1:{}", server.port()));
+    for round in 0..3 {
+        let ids = [format!("a{round}"), format!("b{round}")];
+        let answers = verdicts(
+            &store,
+            &[
+                claim(&ids[0], 7),
+                claim(&ids[1], 7),
+                complete(&ids[0], 7, 1),
+                operation(
+                    &ids[1],
+                    Ask::Clear(Effect::Nothing),
+                    7,
+                    1,
+                    terms(Guarantee::EffectivelyOnce),
+                ),
+            ],
+        )
+        .await;
+        assert_eq!(answers, [GRANTED, GRANTED, DONE, Verdict::Applied]);
+        server.command("CLIENT KILL TYPE normal").expect("a reply");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -201,9 +343,11 @@ async fn claims_of_one_id_share_a_script_call() {
     assert_eq!(calls, 1, "one script call for all that were contended");
 }
 
-/// MONITOR also shows the commands of scripts; only a claim's own SET has NX.
+/// MONITOR also shows the commands of scripts; their SET has neither NX nor IFEQ.
 fn is_inside_script(command: &str) -> bool {
     command.starts_with("\"GET\"")
         || command.starts_with("\"MGET\"")
-        || (command.starts_with("\"SET\"") && !command.contains("\"NX\""))
+        || (command.starts_with("\"SET\"")
+            && !command.contains("\"NX\"")
+            && !command.contains("\"IFEQ\""))
 }

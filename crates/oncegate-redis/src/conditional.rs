@@ -1,0 +1,234 @@
+//! Commands that change a key only if it has an expected value: `SET … IFEQ` (Valkey 8.1, Redis 8.4),
+//! `DELIFEQ` (Valkey 9.0) and `DELEX … IFEQ` (Redis 8.4).
+//!
+//! Nearly every completion finds its own claim unchanged. Then one of these commands does what the
+//! script would do, for a third of the server's time. After any other reply the script decides.
+//! Which of them a server has is learned from its replies, once per connection.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use oncegate_core::marker::{Ask, Effect, Guarantee, Operation};
+use redis::{Cmd, Value};
+
+use crate::record;
+
+/// A conditional command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Conditional {
+    SetIfEqual,
+    DelIfEq,
+    DelEx,
+}
+
+/// What is known of one conditional command of a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Known {
+    /// One command is sent to find out.
+    Nothing = 0,
+    Available = 1,
+    /// The server does not have it, or the user has no right to it.
+    Unavailable = 2,
+}
+
+/// What is known of the conditional commands of the server of a connection.
+#[derive(Default)]
+pub(crate) struct ConditionalCommands([AtomicU8; 3]);
+
+/// How operations that are alike are sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// All by the script.
+    Script,
+    /// One by this command, to find out whether the server has it; the others by the script.
+    One(Conditional),
+    /// All by this command.
+    All(Conditional),
+}
+
+impl ConditionalCommands {
+    /// Forgets what was learned: the connection is new, perhaps to another server.
+    pub(crate) fn reset(&self) {
+        for known in &self.0 {
+            known.store(Known::Nothing as u8, Ordering::Relaxed);
+        }
+    }
+
+    /// How operations like this one are sent.
+    pub(crate) fn use_for(&self, operation: &Operation) -> Use {
+        let candidates: &[Conditional] = match (operation.ask, operation.terms.guarantee) {
+            (Ask::Complete, _) => &[Conditional::SetIfEqual],
+            // The marker of a first attempt without effect is deleted. The script keeps the attempts
+            // of a later one, and the rejection of at most once.
+            (Ask::Clear(Effect::Nothing), _)
+            | (Ask::Reject(Effect::Nothing), Guarantee::EffectivelyOnce)
+                if operation.attempt == 1 =>
+            {
+                &[Conditional::DelIfEq, Conditional::DelEx]
+            }
+            _ => &[],
+        };
+        for &candidate in candidates {
+            let known = self.0[candidate as usize].load(Ordering::Relaxed);
+            if known == Known::Available as u8 {
+                return Use::All(candidate);
+            }
+            if known == Known::Nothing as u8 {
+                return Use::One(candidate);
+            }
+        }
+        Use::Script
+    }
+
+    /// Learns from a reply.
+    pub(crate) fn learn(&self, command: Conditional, reply: &Value) {
+        let known = match reply {
+            Value::ServerError(error) if is_unavailable(error.code()) => Known::Unavailable,
+            Value::ServerError(_) => return,
+            _ => Known::Available,
+        };
+        self.0[command as usize].store(known as u8, Ordering::Relaxed);
+    }
+}
+
+/// Whether a server replies so to a command that it does not have (`ERR`; servers and proxies word it
+/// differently), or that the user may not call. Other failures have other codes.
+fn is_unavailable(code: &str) -> bool {
+    matches!(code, "ERR" | "NOPERM")
+}
+
+/// Whether the script decides after this reply: the key has another value, or the command failed for
+/// a reason that does not concern the script.
+pub(crate) fn needs_script(command: Conditional, reply: &Value) -> bool {
+    match (command, reply) {
+        (Conditional::SetIfEqual, Value::Nil)
+        | (Conditional::DelIfEq | Conditional::DelEx, Value::Int(0)) => true,
+        (_, Value::ServerError(error)) => {
+            error.code() == "WRONGTYPE" || is_unavailable(error.code())
+        }
+        _ => false,
+    }
+}
+
+/// The command, which expects the marker of an unchanged first claim.
+pub(crate) fn command(command: Conditional, key: &[u8], operation: &Operation) -> Cmd {
+    let expected = record::granted(operation, operation.attempt);
+    let mut sent = Cmd::with_capacity(7, 256);
+    match command {
+        Conditional::SetIfEqual => sent
+            .arg("SET")
+            .arg(key)
+            .arg(record::done(operation.terms.fingerprint))
+            .arg("IFEQ")
+            .arg(expected)
+            .arg("PX")
+            .arg(record::expiry(operation.terms.window)),
+        Conditional::DelIfEq => sent.arg("DELIFEQ").arg(key).arg(expected),
+        Conditional::DelEx => sent.arg("DELEX").arg(key).arg("IFEQ").arg(expected),
+    };
+    sent
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use oncegate_core::marker::{Terms, Token};
+    use oncegate_core::{Key, MessageId};
+
+    use super::*;
+
+    fn operation(ask: Ask, attempt: u32, guarantee: Guarantee) -> Operation {
+        let second = Duration::from_secs(1);
+        Operation {
+            key: Key::new(&MessageId::new("a").expect("an id")),
+            ask,
+            token: Token(7),
+            attempt,
+            terms: Terms {
+                guarantee,
+                lease: 30 * second,
+                window: 600 * second,
+                fingerprint: None,
+            },
+        }
+    }
+
+    fn error(line: &str) -> Value {
+        let parsed = redis::parse_redis_value(format!("-{line}\r\n").as_bytes());
+        let value = parsed.expect("a reply");
+        assert!(matches!(value, Value::ServerError(_)), "{value:?}");
+        value
+    }
+
+    const UNKNOWN: [&str; 4] = [
+        "ERR syntax error",
+        "ERR wrong number of arguments for 'set' command",
+        "ERR unknown command 'DELIFEQ', with args beginning with: 'a' 'b' ",
+        "NOPERM User some has no permissions to run the 'delifeq' command",
+    ];
+
+    #[test]
+    fn one_command_finds_out_what_the_server_has() {
+        let complete = operation(Ask::Complete, 1, Guarantee::AtMostOnce);
+        let known = ConditionalCommands::default();
+        assert_eq!(known.use_for(&complete), Use::One(Conditional::SetIfEqual));
+        // Says nothing about the command.
+        known.learn(Conditional::SetIfEqual, &error("OOM command not allowed"));
+        assert_eq!(known.use_for(&complete), Use::One(Conditional::SetIfEqual));
+        known.learn(Conditional::SetIfEqual, &Value::Nil);
+        assert_eq!(known.use_for(&complete), Use::All(Conditional::SetIfEqual));
+        known.reset();
+        assert_eq!(known.use_for(&complete), Use::One(Conditional::SetIfEqual));
+        for line in UNKNOWN {
+            known.reset();
+            known.learn(Conditional::SetIfEqual, &error(line));
+            assert_eq!(known.use_for(&complete), Use::Script, "{line}");
+        }
+    }
+
+    #[test]
+    fn the_command_of_valkey_is_tried_before_that_of_redis() {
+        let clear = operation(Ask::Clear(Effect::Nothing), 1, Guarantee::EffectivelyOnce);
+        let known = ConditionalCommands::default();
+        assert_eq!(known.use_for(&clear), Use::One(Conditional::DelIfEq));
+        known.learn(Conditional::DelIfEq, &error(UNKNOWN[2]));
+        assert_eq!(known.use_for(&clear), Use::One(Conditional::DelEx));
+        known.learn(Conditional::DelEx, &Value::Int(0));
+        assert_eq!(known.use_for(&clear), Use::All(Conditional::DelEx));
+    }
+
+    #[test]
+    fn only_the_marker_of_a_first_attempt_is_deleted_without_the_script() {
+        let known = ConditionalCommands::default();
+        let by_script = [
+            (Ask::Clear(Effect::Nothing), 2, Guarantee::EffectivelyOnce),
+            (Ask::Clear(Effect::Unknown), 1, Guarantee::EffectivelyOnce),
+            (Ask::Reject(Effect::Nothing), 1, Guarantee::AtMostOnce),
+            (Ask::Reject(Effect::Unknown), 1, Guarantee::EffectivelyOnce),
+            (Ask::Withdraw, 1, Guarantee::EffectivelyOnce),
+            (Ask::Renew, 1, Guarantee::EffectivelyOnce),
+            (Ask::Doubt, 1, Guarantee::AtMostOnce),
+        ];
+        for (ask, attempt, guarantee) in by_script {
+            let operation = operation(ask, attempt, guarantee);
+            assert_eq!(known.use_for(&operation), Use::Script, "{operation:?}");
+        }
+    }
+
+    #[test]
+    fn the_script_decides_about_any_other_value() {
+        let (set, delete) = (Conditional::SetIfEqual, Conditional::DelIfEq);
+        assert!(needs_script(set, &Value::Nil) && !needs_script(set, &Value::Okay));
+        assert!(needs_script(delete, &Value::Int(0)) && !needs_script(delete, &Value::Int(1)));
+        assert!(needs_script(
+            set,
+            &error("WRONGTYPE Operation against a key")
+        ));
+        assert!(
+            UNKNOWN
+                .iter()
+                .all(|line| needs_script(delete, &error(line)))
+        );
+        assert!(!needs_script(set, &error("READONLY You can't write")));
+    }
+}
