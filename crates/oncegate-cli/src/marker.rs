@@ -21,7 +21,7 @@ pub(crate) enum MarkerCommand {
     },
     /// List markers, in no particular order
     List(MarkerListArgs),
-    /// Delete a marker, so that the id can be handled again
+    /// Clear the marker of a done or rejected id, so that the id can be handled again
     Forget(change::ChangeArgs),
     /// Record an id as done, so that it is not handled again
     Complete(change::ChangeArgs),

@@ -24,7 +24,7 @@ pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Clone)]
 #[allow(
     clippy::large_enum_variant,
-    reason = "there is one of them, whatever the build holds"
+    reason = "a command has only one, so its size does not matter"
 )]
 pub(crate) enum MarkerStore {
     #[cfg(feature = "redis")]
@@ -114,7 +114,7 @@ impl MarkerStore {
             #[cfg(feature = "redis")]
             Self::Redis(redis) => match redis.look_with_expiry(key).await {
                 Err(error @ StoreError::UnreadableMarker(_)) => {
-                    // Without the right to TYPE the text of the error remains.
+                    // If the user may not run TYPE, the text of the error is used.
                     let value = redis.foreign_value(key).await.ok().map(|value| {
                         if value.record_version.is_some() {
                             return UnreadableValue::NewerRelease(error.to_string());

@@ -76,7 +76,8 @@ impl Config {
         self.admin_address().map(drop)
     }
 
-    /// Checks that messages of the broker can have the id, if the broker is known.
+    /// Checks that the broker has what the id is read from (Kafka has no `message_id`, RabbitMQ no
+    /// position), if the broker is known.
     fn check_id(&self) -> Result<(), Error> {
         let (Some(id), Ok(broker)) = (self.id_source()?, self.broker()) else {
             return Ok(());

@@ -257,7 +257,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// The maximum number of queued deliveries, at least 1: those that wait for their next attempt,
     /// after a failure or for another holder of their id, or behind another of their key or
     /// partition. They are not in flight. At the limit nothing is received until one of them
-    /// proceeds; a source with delay queues takes back what has no order. Default: 10,000.
+    /// proceeds; a source with delay queues (RabbitMQ) delays deliveries without an ordering key there instead. Default: 10,000.
     pub fn max_queued(mut self, count: usize) -> Self {
         self.settings.max_queued = count;
         self
@@ -305,7 +305,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// Checks the settings as the consumer does before it starts. Connects to nothing. Whether
-    /// messages of the source can have the id is checked by [`build`](Self::build).
+    /// the source has what the id is read from is checked by [`build`](Self::build).
     ///
     /// # Errors
     /// [`Error::Misconfigured`] names the first wrong setting and its remedy.
@@ -346,8 +346,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 }
 
 impl<S, T, H, D> Builder<S, T, H, D> {
-    /// Checks the settings as [`check`](Self::check) does, and that messages of the source can have
-    /// the id; returns the consumer. [`Consumer::run_until`] connects.
+    /// Checks the settings as [`check`](Self::check) does, and that the source has what the id is
+    /// read from (Kafka has no `message_id`, RabbitMQ no position); returns the consumer. [`Consumer::run_until`] connects.
     ///
     /// # Errors
     /// [`Error::Misconfigured`] or [`Error::Source`] names the first wrong setting and its remedy.

@@ -16,7 +16,7 @@ pub(crate) struct ConsumerMetrics {
     delivery: Histogram,
     in_flight: GaugeShare,
     waiting: GaugeShare,
-    awaiting_holder: GaugeShare,
+    awaiting_claim: GaugeShare,
     store_unavailable: GaugeShare,
 }
 
@@ -31,7 +31,7 @@ struct GaugeShare {
 pub(crate) struct GaugeValues {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
-    pub(crate) awaiting_holder: usize,
+    pub(crate) awaiting_claim: usize,
     pub(crate) unavailable_stores: usize,
 }
 
@@ -60,7 +60,7 @@ impl ConsumerMetrics {
             delivery: histogram!(metric::DELIVERY_SECONDS),
             in_flight: GaugeShare::of(metric::IN_FLIGHT),
             waiting: GaugeShare::of(metric::WAITING),
-            awaiting_holder: GaugeShare::of(metric::AWAITING_CLAIM),
+            awaiting_claim: GaugeShare::of(metric::AWAITING_CLAIM),
             store_unavailable: GaugeShare::of(metric::STORE_UNAVAILABLE),
         }
     }
@@ -98,7 +98,7 @@ impl ConsumerMetrics {
     pub(crate) fn set_gauges(&mut self, now: GaugeValues) {
         self.in_flight.set(now.in_flight);
         self.waiting.set(now.waiting);
-        self.awaiting_holder.set(now.awaiting_holder);
+        self.awaiting_claim.set(now.awaiting_claim);
         self.store_unavailable.set(now.unavailable_stores);
     }
 }

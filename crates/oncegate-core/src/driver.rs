@@ -25,8 +25,8 @@ pub struct LifecycleDriver {
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum DriverCommand {
     /// Applies the operation that the stage waits for, [`Stage::pending_ask`], to the store with the
-    /// delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`]. A claim
-    /// with a new token ends the lease of the claim before it.
+    /// delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`]. For a
+    /// claim with a new token, the owner first gives up the lease of the claim before it.
     Apply,
     /// Reports [`Event::MayRun`] when the handler may start, [`Event::LeaseOver`] if the lease may
     /// have ended by then, or [`Event::IsolationFull`].
@@ -83,7 +83,8 @@ impl LifecycleDriver {
         self.draining
     }
 
-    /// From now on the delivery starts nothing new. The caller reports [`Event::Drain`] next.
+    /// From now on the delivery starts no handler and waits for no pause. A run in progress and the
+    /// `reconcile` that follows from it continue. The caller reports [`Event::Drain`] next.
     pub fn begin_drain(&mut self) {
         self.draining = true;
     }
@@ -131,7 +132,7 @@ impl LifecycleDriver {
             _ => {}
         }
         let command = self.advance(&rules, event, policy, &mut new_token);
-        if !self.draining || !self.starts_something(&command) {
+        if !self.draining || !self.must_be_offered_drain(&command) {
             return command;
         }
         match self.advance(&rules, Event::Drain, policy, &mut new_token) {
@@ -162,9 +163,9 @@ impl LifecycleDriver {
         Some(action)
     }
 
-    /// Whether the command would wait, queue or claim. A draining delivery starts nothing new: the
-    /// drain is reported to it again.
-    fn starts_something(&self, command: &DriverCommand) -> bool {
+    /// Whether the command claims, or waits for something other than the store. A draining delivery is
+    /// given [`Event::Drain`] instead; if that changes nothing, the command is executed.
+    fn must_be_offered_drain(&self, command: &DriverCommand) -> bool {
         match command {
             DriverCommand::Apply => {
                 self.attempts.number == 0 && self.stage.pending_ask() == Some(Ask::Claim)

@@ -67,8 +67,9 @@ pub(crate) struct Engine {
     id: IdSource,
     settings: Settings,
     policy: Policy,
+    /// How long the lease of one grant is renewed at most.
     longest_hold: Duration,
-    /// The level that the source was told last.
+    /// The queue level that was last reported to the source.
     queue_level: QueueLevel,
 
     clock: Clock,
@@ -311,7 +312,7 @@ impl Engine {
         }
     }
 
-    /// From now on a delivery starts nothing new.
+    /// From now on a delivery starts no handler and waits for no pause.
     fn drain_delivery(&mut self, slot: Slot, event: Event) {
         if let Some(entry) = self.intake.at_mut(slot) {
             entry.in_flight.begin_drain();

@@ -147,7 +147,7 @@ impl InFlight {
         &mut self.driver
     }
 
-    /// From now on it starts nothing new: [`LifecycleDriver::begin_drain`].
+    /// See [`LifecycleDriver::begin_drain`].
     pub fn begin_drain(&mut self) {
         self.driver.begin_drain();
     }

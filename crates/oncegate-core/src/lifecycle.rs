@@ -96,7 +96,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             match tries.0 >= policy.max_claim_retries {
                 true => release(wait, history.failures),
                 false => (
-                    AwaitingHolder(history, ClaimTries(tries.0 + 1), ClaimReply::Answered),
+                    AwaitingClaim(history, ClaimTries(tries.0 + 1), ClaimReply::Answered),
                     Action::Wake(wait),
                 ),
             }
@@ -108,10 +108,10 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             (Ungated(history), Action::Run)
         }
         (Claiming(history, tries), Unavailable) => (
-            AwaitingHolder(history, ClaimTries(tries.0 + 1), ClaimReply::Unknown),
+            AwaitingClaim(history, ClaimTries(tries.0 + 1), ClaimReply::Unknown),
             wake(tries.0),
         ),
-        (AwaitingHolder(history, tries, _), Woke) => (Claiming(history, tries), Action::Apply),
+        (AwaitingClaim(history, tries, _), Woke) => (Claiming(history, tries), Action::Apply),
 
         // The handler: it runs only while its lease is valid.
         (Ready(grant), MayRun) => (Running(grant, Tries(0)), Action::Run),
@@ -208,8 +208,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             Answer(_),
         ) => claim_again(grant),
 
-        // The lease may have ended. A stage that records an outcome repeats its operation; a running
-        // handler is dropped.
+        // The lease may have ended. A running handler is dropped. A stage that records an outcome
+        // ignores it (last arm): its operation is pending and is retried as before.
         (Ready(grant), LeaseOver) => (Claiming(grant.history(), ClaimTries(0)), Action::Apply),
         (Running(grant, _), LeaseOver) if at_most_once => {
             doubt(grant, DoubtCause::Interrupted, AfterDoubt::Release)
@@ -257,11 +257,11 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
 
         // The consumer drains: deliveries that have not started are released, running handlers may
         // finish.
-        (New(history) | AwaitingHolder(history, _, ClaimReply::Answered), Drain) => {
+        (New(history) | AwaitingClaim(history, _, ClaimReply::Answered), Drain) => {
             release(Duration::ZERO, history.failures)
         }
         (Claiming(history, _), Drain) => (ClaimingInDrain(history), Action::Wait),
-        (AwaitingHolder(history, _, ClaimReply::Unknown), Drain) => {
+        (AwaitingClaim(history, _, ClaimReply::Unknown), Drain) => {
             (ClaimingInDrain(history), Action::Apply)
         }
         (ClaimingInDrain(history), Answer(V::Granted(attempts))) => {
@@ -298,13 +298,11 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
     use Stage::*;
     match stage {
         // Not started: as at the beginning of the drain.
-        New(history) | AwaitingHolder(history, _, ClaimReply::Answered) => {
+        New(history) | AwaitingClaim(history, _, ClaimReply::Answered) => {
             release(Duration::ZERO, history.failures)
         }
         Claiming(history, _) => (ClaimingInDrain(history), Action::Wait),
-        AwaitingHolder(history, _, ClaimReply::Unknown) => {
-            (ClaimingInDrain(history), Action::Apply)
-        }
+        AwaitingClaim(history, _, ClaimReply::Unknown) => (ClaimingInDrain(history), Action::Apply),
         Ready(grant) => withdraw(grant, AfterWithdrawal::Release),
         Pausing(grant, _) => clear(grant, Effect::Nothing, Duration::ZERO),
 

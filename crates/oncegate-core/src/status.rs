@@ -88,7 +88,7 @@ pub enum DeliveryState {
     /// The store's answer to its claim.
     Claiming,
     /// The next try of its claim: another delivery holds its id, or the store is unavailable.
-    AwaitingHolder,
+    AwaitingClaim,
     /// The end of another handler, because `max_in_flight` run. In isolation, the answers to the
     /// claims that were sent before.
     Ready,
@@ -107,7 +107,7 @@ impl DeliveryState {
         match stage {
             Stage::New(_) | Stage::Settled => Self::Waiting,
             Stage::Claiming(..) | Stage::ClaimingInDrain(_) => Self::Claiming,
-            Stage::AwaitingHolder(..) => Self::AwaitingHolder,
+            Stage::AwaitingClaim(..) => Self::AwaitingClaim,
             Stage::Ready(_) => Self::Ready,
             Stage::Running(..) | Stage::Ungated(_) => Self::Handling,
             Stage::Pausing(..) => Self::Pausing,
@@ -126,7 +126,7 @@ impl DeliveryState {
         match self {
             Self::Waiting => "waiting",
             Self::Claiming => "claiming",
-            Self::AwaitingHolder => "awaiting-claim",
+            Self::AwaitingClaim => "awaiting-claim",
             Self::Ready => "ready",
             Self::Handling => "handling",
             Self::Pausing => "pausing",

@@ -147,8 +147,8 @@ pub(crate) fn has_invalid_utf8(raw: &RawDelivery) -> bool {
 }
 
 /// The remaining delay of a delayed copy; `None` if it is over, if the header is missing or invalid, or
-/// without delay queues, which a copy has only after a change of the settings. `unix` is the time since
-/// 1970.
+/// if the source uses no delay queues (the header is then from before a change of the settings).
+/// `unix` is the time since 1970.
 pub(crate) fn remaining_delay(
     delivery: &Delivery,
     settings: &QueueSettings,

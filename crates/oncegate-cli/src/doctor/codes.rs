@@ -46,7 +46,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ),
     (
         "store-unusable",
-        "the store cannot be used for the reason that it reports",
+        "the store cannot be used; the finding has the reason",
     ),
     (
         "store-volatile",
@@ -191,7 +191,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ),
     (
         "settings-refused",
-        "the consumer refuses a setting of its broker",
+        "the consumer refuses a setting in [kafka] or [rabbitmq]",
     ),
     (
         "queue-refused",

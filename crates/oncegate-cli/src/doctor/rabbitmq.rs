@@ -75,7 +75,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             "queue-refused",
             format!("RabbitMQ queue {}", rabbitmq::queue(config)?),
             format!("the consumer refuses to start: {problem}"),
-            "set rabbitmq.queue-kind and rabbitmq.consumers to what the queue has; to consume a queue with arguments of its own, set \
+            "set rabbitmq.queue-kind to the type of the queue, and rabbitmq.consumers to single-active if it has x-single-active-consumer; to consume a queue with arguments of its own, set \
              rabbitmq.topology = \"check\" and make sure that it drops no message",
         );
     }
@@ -173,7 +173,8 @@ async fn check_queue(
             (ArgumentComparison::Differs(mismatch), _) => mismatches.push(mismatch),
         }
     }
-    // A classic queue differs in more than its type.
+    // For a classic queue, too, the broker may name `x-delivery-limit` as the first difference, although
+    // such a queue has none; the reply about `x-queue-type` shows the type.
     let is_quorum = mismatches
         .iter()
         .any(|it| it.argument == "x-queue-type" && it.reply.contains("current is 'quorum'"));
@@ -303,7 +304,7 @@ fn add_mismatch(
             findings.error(
                 "queue-expires",
                 at,
-                format!("its messages expire ({reply})"),
+                format!("its messages expire, or it is deleted when it is unused ({reply})"),
                 format!("{REDECLARE} without it"),
             );
         }

@@ -241,7 +241,7 @@ fn check_server(
         && connected < u64::from(count)
     {
         let what = format!(
-            "{connected} replicas are connected, and store.replicas requires {count}: no claim is granted until then"
+            "{connected} replicas are connected, and store.replicas requires {count}: no claim is granted until {count} are connected"
         );
         findings.error(
             "too-few-replicas",

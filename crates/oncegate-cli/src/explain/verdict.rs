@@ -372,8 +372,8 @@ fn dead_lettered(evidence: &Evidence, message: &DeadLetter, state: MarkerState) 
 
 fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict, String) {
     let last = last_action(evidence);
-    // Any marker in this state proves that the action is still the last one; an absent marker
-    // proves it only within the window.
+    // A marker that is still present proves that the action is the last one; without one, only the
+    // window proves it.
     let is_known =
         |entry: &AuditEntry| state != MarkerState::Absent || !is_older_than_window(entry, evidence);
     let expired = || {
@@ -452,7 +452,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         }
         MarkerState::Cleared if !evidence.incomplete.is_empty() => (
             HandlingVerdict::Unchecked,
-            "An attempt failed without a recorded effect. Whether its message is still in the broker or in a destination is unknown.".into(),
+            "Attempts failed, and none is recorded as handled. Whether its message is still in the broker or in a destination is unknown.".into(),
         ),
         MarkerState::Rejected => (
             HandlingVerdict::DeadLettered,
@@ -462,7 +462,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         ),
         MarkerState::Cleared => (
             HandlingVerdict::WillRunAgain,
-            "An attempt failed without a recorded effect. Its message will run again if it is still in the broker. The configured dead \
+            "Attempts failed, and none is recorded as handled. Its message will run again if it is still in the broker. The configured dead \
              letters do not show it: if it was dead-lettered, it was removed without this tool, or another reader holds it on RabbitMQ."
                 .into(),
         ),

@@ -72,14 +72,14 @@ impl<'a> ObservedMarker<'a> {
         }
     }
 
-    /// Changes the marker if it is unchanged since it was read. If the change releases the id,
-    /// later attempts are numbered above `known`, the highest attempt in a dead letter or the
-    /// audit; 0 if unknown.
+    /// Changes the marker if it is unchanged since it was read. If the change frees the id,
+    /// later attempts are numbered above `fence`: the highest attempt in a dead letter or the audit, or
+    /// [`fence_above`] it if the id was done, since such a marker has none; 0 if unknown.
     ///
     /// # Errors
     /// The store failed, or the marker changed meanwhile and nothing was written.
-    pub(crate) async fn apply(&self, ask: Ask, known: u32) -> Result<(), CliError> {
-        match self.markers.apply(self.operation(ask, known)).await? {
+    pub(crate) async fn apply(&self, ask: Ask, fence: u32) -> Result<(), CliError> {
+        match self.markers.apply(self.operation(ask, fence)).await? {
             Verdict::Applied | Verdict::Done { .. } => Ok(()),
             _ => Err(CliError::incomplete(format!(
                 "{}: the marker changed since it was read; nothing was written; run the command again",
@@ -88,9 +88,9 @@ impl<'a> ObservedMarker<'a> {
         }
     }
 
-    /// The state after a release, in a few words.
-    pub(crate) fn state_after_release(&self, ask: Ask, known: u32) -> String {
-        match marker::freed(&self.operation(ask, known)) {
+    /// The state after the id is freed, in a few words.
+    pub(crate) fn state_after_freeing(&self, ask: Ask, fence: u32) -> String {
+        match marker::freed(&self.operation(ask, fence)) {
             Some(Marker::Cleared { attempts, .. }) => {
                 format!("cleared, attempt {}", attempts.number)
             }
@@ -98,7 +98,7 @@ impl<'a> ObservedMarker<'a> {
         }
     }
 
-    fn operation(&self, ask: Ask, known: u32) -> Operation {
+    fn operation(&self, ask: Ask, fence: u32) -> Operation {
         let hold = match self.stored.marker {
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
             _ => None,
@@ -116,14 +116,14 @@ impl<'a> ObservedMarker<'a> {
             key: self.key.clone(),
             ask,
             token: holder.map_or_else(Token::random, |hold| hold.token),
-            attempt: holder.map_or(known, |hold| hold.attempts.number),
+            attempt: holder.map_or(fence, |hold| hold.attempts.number),
             terms,
         }
     }
 }
 
-/// The fence for attempts after a done id is forgotten: above every attempt that may have followed
-/// `known`.
+/// The fence for attempts after a done id is forgotten: `known`, rounded up to the next multiple of
+/// [`UNKNOWN_ATTEMPT`], which no series of attempts reaches.
 fn fence_above(known: u32) -> u32 {
     (known / UNKNOWN_ATTEMPT)
         .saturating_add(1)
@@ -144,7 +144,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
                 seen,
                 effect: Effect::Unknown,
             },
-            "was rejected, and would be handled if a message with this id came; `dead-letters redrive` releases it and publishes the message again",
+            "was rejected, and would be handled if a message with this id came; `dead-letters redrive` frees it and publishes the message again",
         ),
         MarkerState::Absent => return report_unchanged(context, "marker forget", &marker),
         MarkerState::Cleared => {
@@ -166,15 +166,15 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
             )));
         }
     };
-    let known = match marker.state() {
+    let fence = match marker.state() {
         MarkerState::Done => fence_above(Audit::of(context)?.fence(id).await?),
         _ => 0,
     };
     let what = MarkerChange {
         what: "marker forget",
         ask,
-        known,
-        after: marker.state_after_release(ask, known),
+        fence,
+        after: marker.state_after_freeing(ask, fence),
         duration: None,
         consequence,
     };
@@ -206,7 +206,7 @@ pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result
     let what = MarkerChange {
         what: "marker complete",
         ask: Ask::Complete,
-        known: 0,
+        fence: 0,
         after: "done".into(),
         duration,
         consequence,
@@ -218,8 +218,8 @@ pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result
 struct MarkerChange {
     what: &'static str,
     ask: Ask,
-    /// The highest known attempt of the id, if it is freed.
-    known: u32,
+    /// The number above which later attempts are numbered, if the id is freed.
+    fence: u32,
     after: String,
     /// How long it lasts, if the window decides it.
     duration: Option<String>,
@@ -235,7 +235,7 @@ async fn run(
     let MarkerChange {
         what,
         ask,
-        known,
+        fence,
         after: state_after,
         duration,
         consequence,
@@ -271,7 +271,7 @@ async fn run(
     } else {
         marker.id.clone()
     };
-    let attempt = description::attempt(&marker.stored.marker).max((known > 0).then_some(known));
+    let attempt = description::attempt(&marker.stored.marker).max((fence > 0).then_some(fence));
     let action = PlannedAction {
         what,
         id: Some(id.to_string()),
@@ -282,7 +282,7 @@ async fn run(
         attempt,
     };
     let pending = audit.begin(action, change.why.as_deref()).await?;
-    if let Err(failure) = marker.apply(ask, known).await {
+    if let Err(failure) = marker.apply(ask, fence).await {
         audit.failed(pending, &failure).await?;
         return Err(failure);
     }

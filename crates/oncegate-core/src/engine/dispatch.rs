@@ -401,7 +401,7 @@ impl Engine {
             }
             self.reporter
                 .logs
-                .runs_apart(entry, attempts, self.policy.max_crashes);
+                .possible_crash_loop(entry, attempts, self.policy.max_crashes);
             return None;
         }
         let running = self.intake.count(Phase::Running);

@@ -64,7 +64,7 @@ pub(super) enum Phase {
     /// In flight, and in none of the phases below.
     Open,
     /// It waits before it repeats its claim.
-    AwaitingHolder,
+    AwaitingClaim,
     /// Its grant is being withdrawn. A suspect starts when there is none.
     Withdrawing,
     /// It counts towards the limit of concurrent runs, in the pause between two runs, too.
@@ -81,7 +81,7 @@ impl Phase {
     fn of(occupancy: Occupancy, stage: Stage) -> Self {
         match (occupancy, stage) {
             (Occupancy::Queued, _) => Self::Queued,
-            (_, Stage::AwaitingHolder(..)) => Self::AwaitingHolder,
+            (_, Stage::AwaitingClaim(..)) => Self::AwaitingClaim,
             (_, Stage::Withdrawing(..)) => Self::Withdrawing,
             (_, Stage::Completing(_)) => Self::Completing,
             (_, stage) if has_running_task(stage) || stage.waits_on_lease() => Self::Running,

@@ -249,7 +249,8 @@ impl Intake {
         }
     }
 
-    /// How much more may be in flight, newly received or from the queue.
+    /// How much more may be in flight, newly received or from the queue. Deliveries whose completion
+    /// waits for the store do not count, up to `max_in_flight` of them; their bytes do.
     fn free_capacity(&self) -> Limit {
         let completing = self.count(Phase::Completing);
         let occupied = self.in_flight() - completing.min(self.limits.max_in_flight);

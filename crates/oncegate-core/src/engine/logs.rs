@@ -24,7 +24,7 @@ pub(super) struct Logs {
     failed: LogThrottle,
     reconciled: LogThrottle,
     taken_over: LogThrottle,
-    runs_apart: LogThrottle,
+    possible_crash_loop: LogThrottle,
     held_elsewhere: LogThrottle,
     lease_lost: LogThrottle,
     not_recorded: LogThrottle,
@@ -51,7 +51,7 @@ impl Logs {
             panicked,
             reconciled,
             taken_over,
-            runs_apart,
+            possible_crash_loop,
             held_elsewhere,
             lease_lost,
         ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, Duration::from_secs(1)));
@@ -66,7 +66,7 @@ impl Logs {
             failed,
             reconciled,
             taken_over,
-            runs_apart,
+            possible_crash_loop,
             held_elsewhere,
             lease_lost,
             not_recorded: LogThrottle::up_to(MAX_NOT_RECORDED, Duration::from_secs(1)),
@@ -257,7 +257,7 @@ impl Logs {
             Resolving(_, Finding::DidNotHappen) => "reconcile found that it did not happen",
             Clearing(..) | Doubting(..) | Running(..) | Pausing(..) | Reconciling(..)
             | ReconcilePausing(..) => "unknown",
-            New(_) | Claiming(..) | AwaitingHolder(..) | ClaimingInDrain(_) | Withdrawing(..)
+            New(_) | Claiming(..) | AwaitingClaim(..) | ClaimingInDrain(_) | Withdrawing(..)
             | Ready(_) | Ungated(_) | Settled => return,
         };
         let Some(suppressed_lines) = self.not_recorded.due(Instant::now()) else {
@@ -283,14 +283,14 @@ impl Logs {
         }
     }
 
-    /// A message starts to run apart from others.
-    pub(super) fn runs_apart(
+    /// A message in whose attempts processes crashed starts to run alone.
+    pub(super) fn possible_crash_loop(
         &mut self,
         entry: &InFlightEntry,
         attempts: Attempts,
         max_crashes: u32,
     ) {
-        if let Some(suppressed_lines) = self.runs_apart.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.possible_crash_loop.due(Instant::now()) {
             let (id, origin) = id_and_origin(entry);
             let Attempts {
                 number: attempt,

@@ -126,7 +126,7 @@ impl Reporter {
         self.metrics.set_gauges(GaugeValues {
             in_flight,
             waiting,
-            awaiting_holder: intake.count(Phase::AwaitingHolder),
+            awaiting_claim: intake.count(Phase::AwaitingClaim),
             unavailable_stores,
         });
         let Some(status) = &self.status else { return };

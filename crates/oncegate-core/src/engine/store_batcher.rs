@@ -30,7 +30,8 @@ pub(super) struct StoreBatcher {
     claims: VecDeque<Slot>,
     /// Deliveries with an operation other than a claim that is to be sent.
     outcomes: VecDeque<Slot>,
-    /// Completions of messages that were handled without the gate.
+    /// Completions of messages that were handled without a claim while the store was unavailable
+    /// (`Outage::PassThrough`).
     pub(super) late: LateCompletions,
     pub(super) breaker: Breaker,
     /// Whether the store reported that it is misconfigured: then no claims are sent.
@@ -227,7 +228,7 @@ impl StoreBatcher {
         late.into_iter().chain(retry).min()
     }
 
-    /// Processes the answer to an operation of a message that was handled without the gate: its
+    /// Processes the answer to an operation of a message that was handled without a claim: its
     /// claim is followed by its completion. `longest_pause` bounds the pause after an error.
     pub(super) fn on_late_answer(
         &mut self,

@@ -124,7 +124,7 @@ impl<T> GateBuilder<T> {
         }
         let store: Arc<dyn Store> = Arc::new(store);
         preflight(&*store, &settings).await?;
-        // Nothing receives lost leases: `bounded` checks the lease of its run.
+        // Nothing receives lost leases: `run::bounded`, which polls the work, checks its lease.
         let (lost_leases, _) = unbounded_channel();
         let renewals = Renewals::start(
             store.clone(),

@@ -93,7 +93,7 @@ impl<'a, T> GuardedRun<'a, T> {
                 DriverCommand::Wake(after)
                     if matches!(
                         self.driver.stage(),
-                        Stage::AwaitingHolder(_, _, ClaimReply::Answered)
+                        Stage::AwaitingClaim(_, _, ClaimReply::Answered)
                     ) =>
                 {
                     let left = give_up_at.saturating_duration_since(Instant::now());
@@ -298,10 +298,7 @@ impl<'a, T> GuardedRun<'a, T> {
                 .take()
                 .map_or(RunOutcome::AlreadyDone, RunOutcome::Executed)),
             Settlement::Release { .. }
-                if matches!(
-                    stage_before,
-                    Stage::Claiming(..) | Stage::AwaitingHolder(..)
-                ) =>
+                if matches!(stage_before, Stage::Claiming(..) | Stage::AwaitingClaim(..)) =>
             {
                 match self.gate.0.when_held {
                     WhenHeld::Skip => Ok(RunOutcome::HeldElsewhere),

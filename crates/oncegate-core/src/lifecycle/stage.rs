@@ -13,7 +13,7 @@ pub enum Stage {
     /// A claim was sent to the store.
     Claiming(History, ClaimTries),
     /// Waits before it repeats its claim: another holder has the id, or the store did not answer.
-    AwaitingHolder(History, ClaimTries, ClaimReply),
+    AwaitingClaim(History, ClaimTries, ClaimReply),
     /// A claim was sent to the store before a drain began: if it is granted, it is withdrawn.
     ClaimingInDrain(History),
     /// The store was asked to withdraw a grant whose handler was not started.
@@ -147,8 +147,8 @@ impl Stage {
             Completing(_) => Some(Ask::Complete),
             Clearing(_, effect, _) => Some(Ask::Clear(effect)),
             Rejecting(_, _, effect) => Some(Ask::Reject(effect)),
-            New(_) | AwaitingHolder(..) | Ready(_) | Running(..) | Pausing(..)
-            | Reconciling(..) | ReconcilePausing(..) | Ungated(_) | Settled => None,
+            New(_) | AwaitingClaim(..) | Ready(_) | Running(..) | Pausing(..) | Reconciling(..)
+            | ReconcilePausing(..) | Ungated(_) | Settled => None,
         }
     }
 

@@ -54,8 +54,8 @@ fn stages() -> Vec<Stage> {
     vec![
         New(HISTORY),
         Claiming(HISTORY, ClaimTries(0)),
-        AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Answered),
-        AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Unknown),
+        AwaitingClaim(HISTORY, ClaimTries(1), ClaimReply::Answered),
+        AwaitingClaim(HISTORY, ClaimTries(1), ClaimReply::Unknown),
         ClaimingInDrain(HISTORY),
         Withdrawing(GRANT, AfterWithdrawal::Release),
         Withdrawing(GRANT, AfterWithdrawal::AwaitIsolation),
@@ -160,7 +160,7 @@ fn each_verdict_on_a_claim() {
         assert_eq!(
             answer(busy, &policy),
             (
-                Stage::AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Answered),
+                Stage::AwaitingClaim(HISTORY, ClaimTries(1), ClaimReply::Answered),
                 Action::Wake(pause(0) + CLOCK_MARGIN)
             )
         );
@@ -292,7 +292,7 @@ fn only_a_run_that_failed_counts_as_a_failure() {
     );
     for waiting in [
         Stage::New(history),
-        Stage::AwaitingHolder(history, ClaimTries(1), ClaimReply::Answered),
+        Stage::AwaitingClaim(history, ClaimTries(1), ClaimReply::Answered),
         Stage::Ready(grant),
     ] {
         assert_eq!(
@@ -591,7 +591,7 @@ fn only_effectively_once_with_pass_through_runs_without_the_gate() {
         assert!(matches!(
             transition(claiming, Event::Unavailable, &policy),
             (
-                Stage::AwaitingHolder(_, _, ClaimReply::Unknown),
+                Stage::AwaitingClaim(_, _, ClaimReply::Unknown),
                 Action::Wake(_)
             )
         ));
@@ -675,7 +675,7 @@ fn an_unanswered_operation_in_every_stage_is_repeated_with_the_same_token() {
         match stage {
             Claiming(..) => assert!(matches!(
                 (after, action),
-                (AwaitingHolder(_, _, ClaimReply::Unknown), Action::Wake(_))
+                (AwaitingClaim(_, _, ClaimReply::Unknown), Action::Wake(_))
             )),
             ClaimingInDrain(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
             | Clearing(..) | Rejecting(..) => {
@@ -698,7 +698,7 @@ fn a_drain_in_every_stage_releases_deliveries_whose_handler_has_not_started() {
     use Stage::*;
     for stage in stages() {
         let expected = match stage {
-            New(_) | AwaitingHolder(_, _, ClaimReply::Answered) => release(Duration::ZERO, 0),
+            New(_) | AwaitingClaim(_, _, ClaimReply::Answered) => release(Duration::ZERO, 0),
             ReconcilePausing(..) => (
                 Doubting(
                     GRANT,
@@ -708,7 +708,7 @@ fn a_drain_in_every_stage_releases_deliveries_whose_handler_has_not_started() {
                 Action::Apply,
             ),
             Claiming(..) => (ClaimingInDrain(HISTORY), Action::Wait),
-            AwaitingHolder(_, _, ClaimReply::Unknown) => (ClaimingInDrain(HISTORY), Action::Apply),
+            AwaitingClaim(_, _, ClaimReply::Unknown) => (ClaimingInDrain(HISTORY), Action::Apply),
             Ready(_) => (Withdrawing(GRANT, AfterWithdrawal::Release), Action::Apply),
             Pausing(..) => (
                 Clearing(GRANT, Effect::Nothing, Duration::ZERO),
@@ -742,7 +742,7 @@ fn the_drain_timeout_in_every_stage_records_running_handlers_as_unknown() {
     for policy in [at_most_once(), effectively_once(), bare] {
         for stage in stages() {
             let expected = match stage {
-                New(_) | AwaitingHolder(..) | Claiming(..) | Ready(_) | Pausing(..)
+                New(_) | AwaitingClaim(..) | Claiming(..) | Ready(_) | Pausing(..)
                 | ReconcilePausing(..) => transition(stage, Event::Drain, &policy),
                 Running(..) if policy.guarantee == Guarantee::AtMostOnce => {
                     released_in_doubt(DoubtCause::Interrupted)

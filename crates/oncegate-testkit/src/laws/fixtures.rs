@@ -172,7 +172,7 @@ pub(crate) fn doubted(guarantee: Guarantee, token: Token, attempt: u32) -> Marke
 }
 
 /// The doubt of the previous attempt, taken over by a claim.
-pub(crate) fn reconciled(token: Token, attempt: u32) -> Marker {
+pub(crate) fn reconciling_attempt(token: Token, attempt: u32) -> Marker {
     reconciling(
         token,
         Attempts {

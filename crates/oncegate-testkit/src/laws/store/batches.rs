@@ -14,8 +14,8 @@ use oncegate_core::{Key, Store, StoreError};
 
 use crate::laws::fixtures::{
     AT_MOST_ONCE, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG,
-    OTHER_TOKEN, OWN_TOKEN, answers, cleared, doubted, granted, hold, key, reconciled, rejected,
-    running, verdict, verdicts,
+    OTHER_TOKEN, OWN_TOKEN, answers, cleared, doubted, granted, hold, key, reconciling_attempt,
+    rejected, running, verdict, verdicts,
 };
 use crate::laws::rows::{matches_expected, probe_operations, setup_operations};
 use crate::loses_replies::{LosesReplies, ReplyFault};
@@ -339,7 +339,7 @@ pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
             at_most_once(0),
             Ask::Claim,
             Verdict::InDoubt(DOUBTED_ONCE),
-            reconciled(OWN_TOKEN, 2),
+            reconciling_attempt(OWN_TOKEN, 2),
         ),
         (
             Marker::Absent,

@@ -9,8 +9,8 @@ use oncegate_core::marker::{
 
 use crate::laws::fixtures::{
     AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, OTHER_TOKEN,
-    OWN_TOKEN, TAKEN_OVER, body, cleared, doubted, granted, hold, key, reconciled, reconciling,
-    rejected, running, verdicts, with_body, with_expired_lease,
+    OWN_TOKEN, TAKEN_OVER, body, cleared, doubted, granted, hold, key, reconciling,
+    reconciling_attempt, rejected, running, verdicts, with_body, with_expired_lease,
 };
 use crate::laws::rows::{check_rows, row};
 
@@ -227,8 +227,8 @@ pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         for given in [
-            reconciled(OWN_TOKEN, 2),
-            with_expired_lease(reconciled(OWN_TOKEN, 2)),
+            reconciling_attempt(OWN_TOKEN, 2),
+            with_expired_lease(reconciling_attempt(OWN_TOKEN, 2)),
         ] {
             rows.push(row(
                 "claim: in doubt, own token",
@@ -269,10 +269,10 @@ pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>
                 given,
                 claim(guarantee),
                 in_doubt(3),
-                reconciled(OWN_TOKEN, 3),
+                reconciling_attempt(OWN_TOKEN, 3),
             )
         }));
-        let given = with_expired_lease(reconciled(OTHER_TOKEN, 2));
+        let given = with_expired_lease(reconciling_attempt(OTHER_TOKEN, 2));
         let attempts = Attempts {
             number: 3,
             base: 2,
@@ -292,7 +292,7 @@ pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>
             given,
             claim(guarantee),
             in_doubt(u32::MAX),
-            reconciled(OWN_TOKEN, u32::MAX),
+            reconciling_attempt(OWN_TOKEN, u32::MAX),
         ));
     }
     check_rows(&*store, &rows).await;
@@ -301,7 +301,7 @@ pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>
 /// While a consumer reconciles, all other claims are busy.
 pub async fn a_doubt_that_another_reconciles_is_busy(store: Arc<dyn Store>) {
     let rows = BOTH.map(|guarantee| {
-        let given = reconciled(OTHER_TOKEN, 2);
+        let given = reconciling_attempt(OTHER_TOKEN, 2);
         row(
             "claim: in doubt, another reconciling, lease valid",
             given,
@@ -384,8 +384,8 @@ pub async fn another_body_conflicts_with_an_in_doubt_rejected_or_done_id(store: 
         let (claimant, ask) = claim(guarantee);
         for given in [
             with_body(doubted(AT_MOST_ONCE, OTHER_TOKEN, 2), body(8)),
-            with_body(reconciled(OTHER_TOKEN, 2), body(8)),
-            with_expired_lease(with_body(reconciled(OTHER_TOKEN, 2), body(8))),
+            with_body(reconciling_attempt(OTHER_TOKEN, 2), body(8)),
+            with_expired_lease(with_body(reconciling_attempt(OTHER_TOKEN, 2), body(8))),
             rejected(1, body(8)),
             Marker::Done(body(8)),
         ] {
@@ -410,7 +410,7 @@ pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
         let (claimant, ask) = claim(guarantee);
         for (first, second) in [(body(7), body(7)), (None, body(7)), (body(7), None)] {
             let operation = (claimant.body(second), ask);
-            let taken = with_body(reconciled(OWN_TOKEN, 3), second);
+            let taken = with_body(reconciling_attempt(OWN_TOKEN, 3), second);
             let doubted = with_body(doubted(AT_MOST_ONCE, OTHER_TOKEN, 2), first);
             rows.push(row(
                 "claim: in doubt, no other fingerprint",

@@ -10,7 +10,7 @@ use oncegate_core::marker::{
 use crate::laws::fixtures::{
     AT_MOST_ONCE, BOTH, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE,
     HOLDER_OPERATIONS, LONG, OTHER_TOKEN, OWN_TOKEN, WINDOW, body, cleared, doubted, granted, hold,
-    reconciled, rejected, running, with_body, with_expired_lease,
+    reconciling_attempt, rejected, running, with_body, with_expired_lease,
 };
 use crate::laws::rows::{Row, check_rows, row};
 
@@ -50,8 +50,8 @@ pub async fn the_holder_renews(store: Arc<dyn Store>) {
             running(guarantee, OWN_TOKEN, 2),
             with_expired_lease(running(guarantee, OWN_TOKEN, 2)),
             doubted(guarantee, OWN_TOKEN, 2),
-            reconciled(OWN_TOKEN, 2),
-            with_expired_lease(reconciled(OWN_TOKEN, 2)),
+            reconciling_attempt(OWN_TOKEN, 2),
+            with_expired_lease(reconciling_attempt(OWN_TOKEN, 2)),
         ] {
             rows.push(row(
                 "renew: own token",
@@ -112,9 +112,9 @@ pub async fn any_token_completes_a_doubt(store: Arc<dyn Store>) {
         for given in [
             doubted(guarantee, OWN_TOKEN, 1),
             doubted(guarantee, OTHER_TOKEN, 5),
-            reconciled(OWN_TOKEN, 2),
-            reconciled(OTHER_TOKEN, 5),
-            with_expired_lease(reconciled(OTHER_TOKEN, 5)),
+            reconciling_attempt(OWN_TOKEN, 2),
+            reconciling_attempt(OTHER_TOKEN, 5),
+            with_expired_lease(reconciling_attempt(OTHER_TOKEN, 5)),
         ] {
             rows.push(row(
                 "complete: in doubt, any holder",
@@ -401,7 +401,7 @@ pub async fn the_holder_marks_the_id_in_doubt(store: Arc<dyn Store>) {
         let waiting = waiting(hold(AT_MOST_ONCE, OWN_TOKEN, DOUBTED_ONCE, Effect::Unknown));
         rows.push(row(
             "doubt: in doubt, own token",
-            reconciled(OWN_TOKEN, 2),
+            reconciling_attempt(OWN_TOKEN, 2),
             operation,
             Verdict::Applied,
             waiting,
@@ -458,8 +458,8 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
     for guarantee in BOTH {
         for given in [
             doubted(guarantee, OWN_TOKEN, 2),
-            reconciled(OWN_TOKEN, 2),
-            with_expired_lease(reconciled(OWN_TOKEN, 2)),
+            reconciling_attempt(OWN_TOKEN, 2),
+            with_expired_lease(reconciling_attempt(OWN_TOKEN, 2)),
         ] {
             let happened = own_operation(guarantee, Ask::Resolve(Finding::Happened), 2);
             rows.push(row(
@@ -503,7 +503,10 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
             .into_iter()
             .flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)])
         {
-            for given in [doubted(guarantee, OWN_TOKEN, 2), reconciled(OWN_TOKEN, 2)] {
+            for given in [
+                doubted(guarantee, OWN_TOKEN, 2),
+                reconciling_attempt(OWN_TOKEN, 2),
+            ] {
                 rows.push(row(
                     "clear, reject: in doubt",
                     given,
@@ -534,8 +537,8 @@ fn all_seen() -> Vec<Marker> {
         doubted(AT_MOST_ONCE, OTHER_TOKEN, 4),
         doubted(AT_MOST_ONCE, OWN_TOKEN, 3),
         doubted(EFFECTIVELY_ONCE, OTHER_TOKEN, 3),
-        reconciled(OTHER_TOKEN, 3),
-        with_body(reconciled(OTHER_TOKEN, 3), body(7)),
+        reconciling_attempt(OTHER_TOKEN, 3),
+        with_body(reconciling_attempt(OTHER_TOKEN, 3), body(7)),
         rejected(3, None),
         rejected(4, None),
         rejected(3, body(7)),
@@ -741,7 +744,7 @@ pub async fn another_token_or_attempt_changes_nothing(store: Arc<dyn Store>) {
         let held = others.into_iter().flat_map(|(token, attempt)| {
             let doubts = [
                 doubted(guarantee, token, attempt),
-                reconciled(token, attempt.max(2)),
+                reconciling_attempt(token, attempt.max(2)),
             ];
             [
                 running(guarantee, token, attempt),
@@ -803,7 +806,7 @@ pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
         cleared(1, Effect::Nothing),
         running(AT_MOST_ONCE, OTHER_TOKEN, 1),
         with_expired_lease(running(EFFECTIVELY_ONCE, OTHER_TOKEN, 1)),
-        reconciled(OWN_TOKEN, 2),
+        reconciling_attempt(OWN_TOKEN, 2),
         rejected(1, None),
         Marker::Done(None),
         Marker::Done(body(7)),
