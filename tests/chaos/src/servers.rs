@@ -341,11 +341,11 @@ impl TestServers {
             FaultKind::CloseChannels => self.to_channels(
                 context,
                 name,
-                "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})",
+                "rabbit_channel_common:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})",
             ),
             // The channel stays open and keeps its unacknowledged messages.
             FaultKind::CancelConsumers => {
-                let does = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
+                let does = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel_common:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
                 self.to_channels(context, name, does)
             }
             FaultKind::KillKafka => {

@@ -225,12 +225,7 @@ async fn a_copy_that_closes_its_channel_blocks_no_other_copy() {
     }
     let (all, _) = deliveries(&mut source, 41, Duration::from_secs(20)).await;
     // As after an upgrade to a release with a lower limit.
-    server
-        .control(&[
-            "eval",
-            "application:set_env(rabbit, max_message_size, 1000).",
-        ])
-        .expect("a limit");
+    limit_message_size(&server, 1_000);
     for delivery in all {
         settle(&mut source, delivery, Settlement::Reject(Reason::Refused)).await;
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -253,12 +248,7 @@ async fn a_copy_that_closes_its_channel_blocks_no_other_copy() {
         "no copy was refused, so this test checks nothing"
     );
     assert!(copies <= 50, "{copies} copies of 40 messages");
-    server
-        .control(&[
-            "eval",
-            "application:set_env(rabbit, max_message_size, 10000).",
-        ])
-        .expect("no limit");
+    limit_message_size(&server, 10_000);
     assert_eq!(
         fixture
             .take(&fixture.dead_letters())
@@ -270,4 +260,13 @@ async fn a_copy_that_closes_its_channel_blocks_no_other_copy() {
     );
     close(source).await;
     fixture.wait_until_empty(&fixture.queue).await;
+}
+
+/// RabbitMQ 3 reads the limit from the environment of the application, RabbitMQ 4 from a persistent
+/// term.
+fn limit_message_size(server: &RabbitServer, bytes: u32) {
+    let expression = format!(
+        "application:set_env(rabbit, max_message_size, {bytes}), persistent_term:put(max_message_size, {bytes})."
+    );
+    server.control(&["eval", &expression]).expect("a limit");
 }

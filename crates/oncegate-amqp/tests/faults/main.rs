@@ -267,13 +267,13 @@ async fn inject(
         RabbitMqFault::ChannelClosed => tokio::task::block_in_place(|| {
             eval_for_consumers(
                 server,
-                "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})",
+                "rabbit_channel_common:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})",
             );
         }),
         // As when a queue is deleted or its leader moves: the broker sends `basic.cancel`, and the channel
         // remains open with its unacknowledged deliveries.
         RabbitMqFault::ConsumerCancelled => tokio::task::block_in_place(|| {
-            let expression = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
+            let expression = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel_common:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
             eval_for_consumers(server, expression);
         }),
         RabbitMqFault::ConsumerLost => tokio::task::block_in_place(|| lose_consumer(server)),
