@@ -180,7 +180,8 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     for store in &older {
         let clear = operation("free", Ask::Clear(Effect::Nothing), 9, 1, terms(guarantee));
         for _ in 0..3 {
-            ask(store, clear.clone()).await.expect("a verdict");
+            // A busy machine may exceed the short timeout.
+            while ask(store, clear.clone()).await.is_err() {}
         }
     }
     newer.look(&key("k0")).await.expect("a marker");
