@@ -10,13 +10,14 @@ use crate::engine::Engine;
 use crate::error::Error;
 use crate::handler::Handler;
 use crate::id::{IdSource, Scope};
+use crate::inbox::{InTransaction, Inbox, InboxStore, TransactionalHandler};
 use crate::lifecycle::Outage;
 use crate::marker::Guarantee;
 use crate::preflight::preflight;
 use crate::readiness::Readiness;
 use crate::run::Runner;
 use crate::runtime_estimator::lease_for;
-use crate::settings::{Execution, Fingerprints, Settings, VolatileStore};
+use crate::settings::{Execution, Fingerprints, InboxUse, Settings, VolatileStore};
 use crate::source::{Connect, ConnectOptions, Order, Source};
 use crate::status::{ClearStatusOnDrop, ConsumerStatus};
 use crate::store::Store;
@@ -74,10 +75,11 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             source,
             handler,
             decode,
-            settings,
+            mut settings,
             scope,
             ..
         } = self;
+        settings.inbox = InboxUse::None;
         Builder {
             source,
             store,
@@ -88,16 +90,33 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
+    /// The inbox, instead of a store: each message is handled in a transaction of its database, which
+    /// also records the message. Call [`transactional_handler`](Builder::transactional_handler) next.
+    ///
+    /// Lowers [`max_in_flight`](Self::max_in_flight) to the number of connections that the inbox has.
+    /// Messages wait while its database is unavailable. How often a message failed is remembered in
+    /// this process, and crashes are not counted.
+    pub fn inbox<I: Inbox>(self, inbox: I) -> Builder<S, InboxStore<I>, H, D> {
+        let max_transactions = inbox.max_transactions();
+        let mut builder = self.store(InboxStore::new(inbox));
+        builder.settings.inbox = InboxUse::NoHandler { max_transactions };
+        builder.settings.max_in_flight = builder.settings.max_in_flight.min(max_transactions);
+        builder
+    }
+
     /// The handler of messages.
     pub fn handler<H2: Handler>(self, handler: H2) -> Builder<S, T, H2, D> {
         let Self {
             source,
             store,
             decode,
-            settings,
+            mut settings,
             scope,
             ..
         } = self;
+        if let InboxUse::Transactions { max_transactions } = settings.inbox {
+            settings.inbox = InboxUse::NoHandler { max_transactions };
+        }
         Builder {
             source,
             store,
@@ -257,7 +276,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// The maximum number of queued deliveries, at least 1: those that wait for their next attempt,
     /// after a failure or for another holder of their id, or behind another of their key or
     /// partition. They are not in flight. At the limit nothing is received until one of them
-    /// proceeds; a source with delay queues (RabbitMQ) delays deliveries without an ordering key there instead. Default: 10,000.
+    /// proceeds; a source with delay queues (RabbitMQ) delays deliveries without an ordering key there
+    /// instead. Default: 10,000.
     pub fn max_queued(mut self, count: usize) -> Self {
         self.settings.max_queued = count;
         self
@@ -345,9 +365,25 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 }
 
+impl<S, I: Inbox, H, D> Builder<S, InboxStore<I>, H, D> {
+    /// The handler of messages, in transactions of the inbox.
+    pub fn transactional_handler<H2: TransactionalHandler<I>>(
+        self,
+        handler: H2,
+    ) -> Builder<S, InboxStore<I>, InTransaction<H2, I>, D> {
+        let handler = self.store.in_transaction(handler);
+        let mut builder = self.handler(handler);
+        if let InboxUse::NoHandler { max_transactions } = builder.settings.inbox {
+            builder.settings.inbox = InboxUse::Transactions { max_transactions };
+        }
+        builder
+    }
+}
+
 impl<S, T, H, D> Builder<S, T, H, D> {
     /// Checks the settings as [`check`](Self::check) does, and that the source has what the id is
-    /// read from (Kafka has no `message_id`, RabbitMQ no position); returns the consumer. [`Consumer::run_until`] connects.
+    /// read from (Kafka has no `message_id`, RabbitMQ no position); returns the consumer.
+    /// [`Consumer::run_until`] connects.
     ///
     /// # Errors
     /// [`Error::Misconfigured`] or [`Error::Source`] names the first wrong setting and its remedy.
@@ -386,6 +422,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             handler,
             decode,
             timeout: settings.handler_timeout,
+            scope: settings.scope.clone(),
         };
         let run = run(source, Arc::new(store), runner, id, settings, drain.clone());
         Ok(Consumer::new(Box::pin(run), status, readiness, drain))

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
-use crate::marker::{Ask, Operation, Terms};
+use crate::marker::{Ask, Operation, Terms, Token};
 use crate::message::Message;
 
 /// The context of one run of a handler: the id, the fencing token, the message itself.
@@ -54,6 +54,17 @@ impl SharedDelivery {
 }
 
 impl Context {
+    /// The operation that claims its id; `None` if it has no id.
+    pub(crate) fn claim(&self, scope: &Scope) -> Option<Operation> {
+        Some(Operation {
+            key: scope.key(self.0.id.as_ref()?),
+            ask: Ask::Claim,
+            token: self.0.lease.as_ref().map_or(Token(0), |lease| lease.token),
+            attempt: 0,
+            terms: self.0.terms,
+        })
+    }
+
     /// The idempotency key: pass it to downstream systems that deduplicate.
     pub fn id(&self) -> &str {
         self.0.id.as_ref().map_or("", MessageId::as_str)
@@ -62,6 +73,8 @@ impl Context {
     /// The fencing token: the number of the granted attempt, from 1. A downstream system that refuses
     /// numbers below the highest one that it has seen for an id is safe from a handler that runs on
     /// after its lease was lost.
+    ///
+    /// With an [inbox](crate::inbox) it is none: it counts from 1 in each process.
     ///
     /// It increases after each attempt that may have had an effect. An attempt that ended with
     /// [`retry`](crate::FailureExt::retry) had none, so the next one may have the same number.

@@ -21,9 +21,9 @@ pub enum Error {
     /// The scope has characters that are not allowed in a key.
     #[error(transparent)]
     Scope(#[from] BadScope),
-    /// The guarantee is at most once, and the store may lose data in a crash.
+    /// The guarantee is at most once, or there is an inbox, and the store may lose data in a crash.
     #[error(
-        "store: at most once needs a store that keeps its data after a crash, and {0}; change that, or accept the loss with `allow_volatile_store()`"
+        "store: at most once and an inbox need a store that keeps its data after a crash, and {0}; change that, or accept the loss with `allow_volatile_store()`"
     )]
     VolatileStore(String),
     /// The store cannot be used with its configuration.

@@ -5,6 +5,7 @@ use std::future::Future;
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
+use crate::inbox::RunFrame;
 use crate::store::BoxError;
 
 /// Handles messages.
@@ -51,6 +52,18 @@ pub trait Handler: Send + Sync + 'static {
         payload: Self::Payload,
         cx: &Context,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
+
+    /// Runs [`handle`](Self::handle). A handler of transactions also begins and commits one.
+    #[doc(hidden)]
+    fn run(
+        &self,
+        payload: Self::Payload,
+        cx: &Context,
+        frame: &RunFrame,
+    ) -> impl Future<Output = Result<(), Failure>> + Send {
+        let _ = frame;
+        self.handle(payload, cx)
+    }
 
     /// Finds out whether an earlier attempt, whose outcome is unknown, had its effect.
     ///

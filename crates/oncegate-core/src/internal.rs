@@ -1,7 +1,9 @@
 //! Pieces that the crates of oncegate share. Not part of the public API: they change without notice.
 
 mod lock;
+mod marker_columns;
 mod store_failure;
 
 pub use lock::Lock;
+pub use marker_columns::{MarkerColumns, UnreadableRow, milliseconds};
 pub use store_failure::{Problem, StoreFailure};

@@ -24,6 +24,7 @@ pub mod handler;
 pub mod id;
 #[doc(hidden)]
 pub mod in_flight;
+pub mod inbox;
 #[doc(hidden)]
 pub mod internal;
 mod lease;
@@ -60,6 +61,7 @@ pub use error::Error;
 pub use gate::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
 pub use handler::{Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconciled};
 pub use id::{IdSource, Key, MessageId, Scope};
+pub use inbox::{Inbox, TransactionalHandler};
 pub use lifecycle::Outage;
 #[doc(hidden)]
 pub use log_throttle::LogThrottle;

@@ -118,7 +118,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         // Without a claim, this message is not counted as crashed if an isolated message crashes the
         // process.
         (Ready(grant), IsolationFull) => withdraw(grant, AfterWithdrawal::AwaitIsolation),
-        (Withdrawing(grant, then), Answer(_)) => withdrawn(grant, then),
+        (Withdrawing(grant, then), Answer(_)) => withdrawn(grant, then, policy),
         (Pausing(grant, tries), Woke) => (Running(grant, tries), Action::Run),
         (Running(grant, _), Returned(Outcome::Done)) => (Completing(grant), Action::Apply),
         (Running(grant, tries), Returned(Outcome::Retry)) => retry_or_clear(grant, tries, policy),
@@ -127,6 +127,15 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         }
         (Running(grant, _), Returned(Outcome::Unreadable)) => {
             rejecting(grant, Reason::Unreadable, Effect::Nothing)
+        }
+        // Its transaction did not begin, or is committed or not: the next one finds out. No attempt is
+        // counted, so that an outage of the database rejects nothing.
+        (Running(grant, Tries(0)), Returned(Outcome::Unavailable)) => {
+            withdraw(grant, AfterWithdrawal::ReleaseLater)
+        }
+        // Earlier runs of this attempt failed, which counts.
+        (Running(grant, _), Returned(Outcome::Unavailable)) => {
+            clear(grant.failed(), Effect::Nothing, policy.pause(3))
         }
         (Running(grant, _), Returned(Outcome::Unknown(cause))) if at_most_once => {
             doubt(grant, cause, AfterDoubt::Reconcile)
@@ -225,7 +234,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Rejecting(_, reason, _), UnreadableMarker) => reject(reason),
         (Clearing(grant, _, after), UnreadableMarker) => release(after, grant.failures),
         (ClaimingInDrain(history), UnreadableMarker) => release(Duration::ZERO, history.failures),
-        (Withdrawing(grant, then), UnreadableMarker) => withdrawn(grant, then),
+        (Withdrawing(grant, then), UnreadableMarker) => withdrawn(grant, then, policy),
         (Doubting(grant, _, AfterDoubt::Release), UnreadableMarker) => {
             release(policy.pause(0), grant.failures)
         }
@@ -411,9 +420,10 @@ fn withdraw(grant: Grant, then: AfterWithdrawal) -> (Stage, Action) {
     (Stage::Withdrawing(grant, then), Action::Apply)
 }
 
-fn withdrawn(grant: Grant, then: AfterWithdrawal) -> (Stage, Action) {
+fn withdrawn(grant: Grant, then: AfterWithdrawal, policy: &Policy) -> (Stage, Action) {
     match then {
         AfterWithdrawal::Release => release(Duration::ZERO, grant.failures),
+        AfterWithdrawal::ReleaseLater => release(policy.pause(3), grant.failures),
         AfterWithdrawal::Reject => reject(Reason::AttemptsSpent),
         // Its next claim has a new token: a delayed withdrawal must not match it.
         AfterWithdrawal::AwaitIsolation => (Stage::New(grant.history()), Action::AwaitIsolation),

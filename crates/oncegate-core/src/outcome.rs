@@ -65,7 +65,9 @@ impl Outcomes {
             Event::Answer(Verdict::Conflict) => self.conflict.increment(1),
             Event::Answer(Verdict::Lost) | Event::LeaseOver => self.fenced.increment(1),
             Event::Answer(Verdict::Done { marker_lost: true }) => self.marker_lost.increment(1),
-            Event::Unavailable => self.unavailable.increment(1),
+            Event::Unavailable | Event::Returned(Outcome::Unavailable) => {
+                self.unavailable.increment(1)
+            }
             Event::Returned(Outcome::Retry) => self.retried.increment(1),
             Event::Reconciled(Some(Finding::Happened)) => self.reconciled_happened.increment(1),
             Event::Reconciled(Some(Finding::DidNotHappen)) => {

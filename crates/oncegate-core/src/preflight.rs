@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::error::Error;
 use crate::log_throttle::LogThrottle;
 use crate::marker::Guarantee;
-use crate::settings::{Settings, VolatileStore};
+use crate::settings::{InboxUse, Settings, VolatileStore};
 use crate::store::{Persistence, Store, StoreError};
 
 /// The pauses between two requests to an unavailable store: at most ten requests a second, and a
@@ -58,9 +58,9 @@ async fn volatile_reason(
     settings: &Settings,
 ) -> Result<Option<String>, StoreError> {
     store.preflight(settings.guarantee).await?;
-    if settings.guarantee != Guarantee::AtMostOnce
-        || settings.volatile_store == VolatileStore::Allowed
-    {
+    let needs_persistence =
+        settings.guarantee == Guarantee::AtMostOnce || settings.inbox != InboxUse::None;
+    if !needs_persistence || settings.volatile_store == VolatileStore::Allowed {
         return Ok(None);
     }
     Ok(match store.persistence().await? {

@@ -15,6 +15,8 @@ use crate::context::Context;
 use crate::decode::Decode;
 use crate::fault;
 use crate::handler::{Failure, Handler, NoReconcile, Reconciled};
+use crate::id::Scope;
+use crate::inbox::{InboxUnavailable, RunFrame};
 use crate::lease::Lease;
 use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::marker::Finding;
@@ -25,6 +27,7 @@ pub(crate) struct Runner<H, D> {
     pub(crate) handler: H,
     pub(crate) decode: D,
     pub(crate) timeout: Duration,
+    pub(crate) scope: Scope,
 }
 
 /// The result of a run: its event, the text of its error, and when it ended.
@@ -70,18 +73,20 @@ impl<H: Handler, D: Decode> Runner<H, D> {
     /// Runs the handler once. Its timeout counts from `clock.began`.
     pub(crate) async fn handle(self: Arc<Self>, cx: Context, clock: RunClock) -> RunResult {
         let span = spans::if_enabled(|| spans::handle(&cx));
+        let frame = RunFrame::new(&self.scope, self.timeout);
         let work = std::pin::pin!(Some(async {
             let payload = match self.decode.decode::<H::Payload>(cx.message()) {
                 Ok(payload) => payload,
                 Err(error) => return (Outcome::Unreadable, Some(error.to_string())),
             };
             fault::point("handler.before");
-            let handled = self.handler.handle(payload, &cx).await;
+            let handled = self.handler.run(payload, &cx, &frame).await;
             fault::point("handler.after");
             let Err(failure) = handled else {
                 return (Outcome::Done, None);
             };
             let outcome = match &failure {
+                Failure::Retry(cause) if cause.is::<InboxUnavailable>() => Outcome::Unavailable,
                 Failure::Retry(_) => Outcome::Retry,
                 Failure::Reject(_) => Outcome::Reject,
                 Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::HandlerReported),
@@ -96,6 +101,13 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                 let outcome = Outcome::Unknown(DoubtCause::Panicked);
                 (Event::Returned(outcome), Some(message))
             }
+            BoundedEnd::TimedOut if frame.waits_for_database() => (
+                Event::Returned(Outcome::Unavailable),
+                Some(format!(
+                    "the database did not answer within {:?}",
+                    self.timeout
+                )),
+            ),
             BoundedEnd::TimedOut => (
                 Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)),
                 Some(format!("the handler timed out after {:?}", self.timeout)),

@@ -103,8 +103,22 @@ pub(crate) struct Settings {
     pub(crate) execution: Execution,
     pub(crate) outage: Outage,
     pub(crate) volatile_store: VolatileStore,
+    pub(crate) inbox: InboxUse,
     pub(crate) readiness: Readiness,
     pub(crate) status: Option<ConsumerStatus>,
+}
+
+/// Whether the handler runs in transactions of an inbox.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum InboxUse {
+    None,
+    /// There is an inbox, and no handler for its transactions yet.
+    NoHandler {
+        max_transactions: usize,
+    },
+    Transactions {
+        max_transactions: usize,
+    },
 }
 
 /// Whether at most once accepts a store that may lose data in a crash.
@@ -141,6 +155,7 @@ impl Default for Settings {
             execution: Execution::default(),
             outage: Outage::default(),
             volatile_store: VolatileStore::Refused,
+            inbox: InboxUse::None,
             readiness: Readiness::new(),
             status: None,
         }
@@ -275,12 +290,60 @@ impl Settings {
                 "raise the longest pause, or lower the first",
             );
         }
+        self.check_inbox()?;
         if self.outage == Outage::PassThrough && self.guarantee != Guarantee::EffectivelyOnce {
             return misconfigured(
                 "outage",
                 "Outage::PassThrough runs handlers without the gate, which breaks this guarantee"
                     .into(),
                 "use Outage::Hold, or Guarantee::EffectivelyOnce",
+            );
+        }
+        Ok(())
+    }
+
+    fn check_inbox(&self) -> Result<(), Error> {
+        let misconfigured = |setting, problem, remedy| {
+            Err(Error::Misconfigured {
+                setting,
+                problem,
+                remedy,
+            })
+        };
+        let max_transactions = match self.inbox {
+            InboxUse::None => return Ok(()),
+            InboxUse::NoHandler { .. } => {
+                return misconfigured(
+                    "handler",
+                    "it does not run in transactions of the inbox, so its effects would not be committed with their records".into(),
+                    "call .transactional_handler(…) after .inbox(…), or .store(…) instead of .inbox(…)",
+                );
+            }
+            InboxUse::Transactions { max_transactions } => max_transactions,
+        };
+        if self.guarantee != Guarantee::EffectivelyOnce {
+            return misconfigured(
+                "guarantee",
+                "with an inbox, changes of its database are committed exactly once in any case"
+                    .into(),
+                "do not set a guarantee beside .inbox(…)",
+            );
+        }
+        if self.outage != Outage::Hold {
+            return misconfigured(
+                "outage",
+                "with an inbox, nothing is handled while its database is unavailable".into(),
+                "do not set an outage beside .inbox(…)",
+            );
+        }
+        if self.max_in_flight > max_transactions {
+            return misconfigured(
+                "max_in_flight",
+                format!(
+                    "{} messages at once need as many connections, and the pool of the inbox has {max_transactions}",
+                    self.max_in_flight
+                ),
+                "lower max_in_flight, or raise max_connections of the pool",
             );
         }
         Ok(())

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use oncegate_core::lifecycle::{
-    Action, AfterDoubt, Event, History, Outcome, Policy, Reason, Settlement, Stage, transition,
+    Action, AfterDoubt, DoubtCause, Event, History, Outcome, Policy, Reason, Settlement, Stage,
+    transition,
 };
 use oncegate_core::marker::{Effect, Guarantee, Verdict};
 
@@ -73,6 +74,25 @@ pub(crate) fn unknown_is_a_failure(stage: Stage, event: Event, policy: &Policy) 
         Event::Returned(Outcome::Unknown(_)) => {
             transition(stage, Event::Returned(Outcome::Retry), policy)
         }
+        _ => transition(stage, event, policy),
+    }
+}
+
+pub(crate) fn accepts_an_unconfirmed_commit(stage: Stage, event: Event, policy: &Policy) -> Answer {
+    match event {
+        Event::Returned(Outcome::Unavailable) => {
+            transition(stage, Event::Returned(Outcome::Done), policy)
+        }
+        _ => transition(stage, event, policy),
+    }
+}
+
+pub(crate) fn doubts_an_unconfirmed_commit(stage: Stage, event: Event, policy: &Policy) -> Answer {
+    match (stage, event) {
+        (Stage::Running(grant, _), Event::Returned(Outcome::Unavailable)) => (
+            Stage::Doubting(grant, DoubtCause::Interrupted, AfterDoubt::Reject),
+            Action::Apply,
+        ),
         _ => transition(stage, event, policy),
     }
 }

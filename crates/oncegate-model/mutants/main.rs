@@ -13,7 +13,7 @@ use std::time::Instant;
 use oncegate_core::Outage;
 use oncegate_core::marker::Guarantee::{self, AtMostOnce, EffectivelyOnce};
 use oncegate_model::state::Budget;
-use oncegate_model::{Line, RecoveryOrder, RetriesWait, Rules, Setup, explore, head};
+use oncegate_model::{EffectsIn, Line, RecoveryOrder, RetriesWait, Rules, Setup, explore, head};
 
 /// One broken rule, and the property that it must violate.
 struct Mutant {
@@ -413,6 +413,29 @@ fn mutants() -> Vec<Mutant> {
         apply(marker::doubts_spend_attempts),
         with_operator([AtMostOnce; 2], unknown_and_redrive),
         "spent",
+    );
+    let inbox = Setup {
+        effects: EffectsIn::Inbox,
+        ..both(
+            EffectivelyOnce,
+            Budget {
+                lost_replies: 1,
+                lost_markers: 1,
+                ..NONE
+            },
+        )
+    };
+    add(
+        "an unconfirmed commit is accepted",
+        transition(lifecycle::accepts_an_unconfirmed_commit),
+        inbox,
+        "lost",
+    );
+    add(
+        "an unconfirmed commit is in doubt",
+        transition(lifecycle::doubts_an_unconfirmed_commit),
+        inbox,
+        "in doubt",
     );
     all
 }

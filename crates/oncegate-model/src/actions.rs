@@ -9,7 +9,7 @@ use crate::state::{
     BrokerMessage, CommandState, EffectState, LeaseState, ModelAction, ModelDelivery, ModelReceipt,
     Operator, SentCommand, SystemState,
 };
-use crate::system::{RecoveryOrder, SystemModel};
+use crate::system::{EffectsIn, RecoveryOrder, SystemModel};
 
 impl Model for SystemModel {
     type State = SystemState;
@@ -156,6 +156,11 @@ impl SystemModel {
                         actions.push(Return(consumer_index, Outcome::Done))
                     }
                     None => {}
+                }
+                // No transaction, or one whose commit is not confirmed.
+                let is_inbox = self.setup.effects == EffectsIn::Inbox;
+                if is_inbox && remaining.lost_replies > 0 && delivery.run.is_some() {
+                    actions.push(Return(consumer_index, Outcome::Unavailable));
                 }
                 if remaining.unknown_outcomes > 0 && delivery.run.is_some() {
                     actions.push(Return(
@@ -322,11 +327,11 @@ impl SystemModel {
                 let delivery = state.consumers[consumer_index].delivery.as_mut()?;
                 delivery.run = Some(EffectState::Happened);
                 let body = delivery.message.body;
-                state.count_effect(body);
+                self.effect(state, body);
             }
             ModelAction::OrphanEffectHappens(index) => {
                 let (_, body) = state.provider.orphans.remove(index);
-                state.count_effect(body);
+                self.effect(state, body);
             }
             ModelAction::LoseOrphan(index) => {
                 state.provider.orphans.remove(index);
@@ -478,6 +483,13 @@ impl SystemModel {
         Some(())
     }
 
+    /// An effect happens, unless the inbox has a record of the id.
+    fn effect(&self, state: &mut SystemState, body: usize) {
+        if self.setup.effects == EffectsIn::Provider || state.effects() == 0 {
+            state.count_effect(body);
+        }
+    }
+
     fn handler_returned(
         &self,
         state: &mut SystemState,
@@ -489,6 +501,7 @@ impl SystemModel {
         match outcome {
             Outcome::Retry | Outcome::Reject if !refused => state.remaining.failures -= 1,
             Outcome::Unknown(_) => state.remaining.unknown_outcomes -= 1,
+            Outcome::Unavailable => state.remaining.lost_replies -= 1,
             _ => {}
         }
         let delivery = state.consumers[consumer_index].delivery.as_mut()?;

@@ -6,7 +6,7 @@ use oncegate_core::Outage;
 use oncegate_core::marker::Guarantee;
 use stateright::{Checker, Model};
 
-use crate::system::{RetriesWait, Rules, Setup, SystemModel};
+use crate::system::{EffectsIn, RetriesWait, Rules, Setup, SystemModel};
 use crate::trace;
 
 /// The expected result of a line.
@@ -76,7 +76,7 @@ pub fn explore(line: &Line, rules: Rules) -> bool {
         "violated"
     };
     let seconds = started.elapsed().as_secs_f64();
-    let (mode, faults) = (mode(line.setup.guarantees), fault_budget(&line.setup));
+    let (mode, faults) = (mode(&line.setup), fault_budget(&line.setup));
     println!(
         "{mode:<17} {faults:<90} {verdict:<9} {:>11} {seconds:>6.1}",
         checker.unique_state_count()
@@ -97,8 +97,11 @@ pub fn explore(line: &Line, rules: Rules) -> bool {
     as_expected
 }
 
-fn mode(guarantees: [Guarantee; 2]) -> &'static str {
-    match guarantees {
+fn mode(setup: &Setup) -> &'static str {
+    if setup.effects == EffectsIn::Inbox {
+        return "inbox";
+    }
+    match setup.guarantees {
         [Guarantee::AtMostOnce, Guarantee::AtMostOnce] => "at-most-once",
         [Guarantee::EffectivelyOnce, Guarantee::EffectivelyOnce] => "effectively-once",
         [Guarantee::Bare, Guarantee::Bare] => "bare",

@@ -18,4 +18,4 @@ mod system;
 mod trace;
 
 pub use explore::{Expected, Line, explore, head};
-pub use system::{RecoveryOrder, RetriesWait, Rules, Setup, SystemModel};
+pub use system::{EffectsIn, RecoveryOrder, RetriesWait, Rules, Setup, SystemModel};

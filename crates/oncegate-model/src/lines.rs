@@ -7,7 +7,7 @@ use oncegate_core::marker::Guarantee::{AtMostOnce, Bare, EffectivelyOnce};
 use crate::explore::Line;
 use crate::properties::{DOUBLED, LOST, START_AFTER_DONE};
 use crate::state::Budget;
-use crate::system::{RetriesWait, Setup};
+use crate::system::{EffectsIn, RetriesWait, Setup};
 
 /// How large the fault budgets of the table are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +27,52 @@ pub fn lines(depth: Depth) -> Vec<Line> {
     lines.extend(mixed_lines(depth));
     lines.extend(operator_lines());
     lines.extend(lossy_store_lines());
+    lines.extend(inbox_lines());
     lines
+}
+
+/// Both consumers share the marker, and may lose it at any time, like the memories of two processes.
+fn inbox_lines() -> impl Iterator<Item = Line> {
+    let faults = [
+        Budget {
+            lost_replies: 1,
+            lost_markers: 1,
+            ..NONE
+        },
+        Budget {
+            lost_replies: 2,
+            failures: 1,
+            redeliveries: 1,
+            lost_markers: 2,
+            ..NONE
+        },
+        Budget {
+            crashes: 2,
+            lost_replies: 1,
+            redeliveries: 1,
+            lost_markers: 2,
+            ..NONE
+        },
+        Budget {
+            crashes: 1,
+            expiries: 1,
+            unknown_outcomes: 1,
+            lost_markers: 1,
+            ..NONE
+        },
+        Budget {
+            lost_replies: 1,
+            unknown_outcomes: 1,
+            drains: 1,
+            ..NONE
+        },
+    ];
+    faults.into_iter().map(|budget| {
+        Line::holds(Setup {
+            effects: EffectsIn::Inbox,
+            ..Setup::of([EffectivelyOnce; 2], budget)
+        })
+    })
 }
 
 /// Budgets of one or two faults.

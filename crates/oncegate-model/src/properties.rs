@@ -3,13 +3,14 @@
 use oncegate_core::marker::Guarantee;
 use stateright::{Model, Property};
 
-use crate::state::SystemState;
-use crate::system::SystemModel;
+use crate::state::{ModelDestination, SystemState};
+use crate::system::{EffectsIn, SystemModel};
 
 pub(crate) const LOST: &str =
     "lost: the message had no effect, and there is neither a dead letter nor a message to deliver";
 pub(crate) const STUCK: &str = "stuck: a delivery waits for an event that cannot occur";
 pub(crate) const DOUBLED: &str = "doubled: the effect happened twice";
+pub(crate) const IN_DOUBT: &str = "in doubt: a message of an inbox is in the in-doubt queue";
 pub(crate) const UNSAFE_START: &str =
     "unsafe start: a handler starts although an earlier run had an effect, or may still have one";
 pub(crate) const START_AFTER_DONE: &str =
@@ -45,6 +46,18 @@ pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
             state.is_finished() || !actions.is_empty()
         }),
     ];
+    if model.setup.effects == EffectsIn::Inbox {
+        properties.push(Property::always(DOUBLED, |_, state: &SystemState| {
+            state.effects() < 2
+        }));
+        properties.push(Property::always(IN_DOUBT, |_, state: &SystemState| {
+            let in_doubt = ModelDestination::InDoubt;
+            let mut rejected = state.dead_letters.iter();
+            !rejected.any(|dead_letter| dead_letter.destination == in_doubt)
+        }));
+        properties.retain(|property| property.name.starts_with(model.only));
+        return properties;
+    }
     let passes_through = model.setup.outage == oncegate_core::Outage::PassThrough;
     if model.all_have_guarantee(Guarantee::AtMostOnce) || model.all_have_guarantee(Guarantee::Bare)
     {

@@ -72,6 +72,18 @@ pub struct Setup {
     pub retries: RetriesWait,
     /// What consumers do while the store is unavailable.
     pub outage: Outage,
+    /// Where effects happen.
+    pub effects: EffectsIn,
+}
+
+/// Where effects happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EffectsIn {
+    /// In an external system, which may refuse lower attempts.
+    Provider,
+    /// In the database of an inbox: an effect is a commit, and a second one for the id finds its record.
+    /// The markers are those in the memory of the consumers, which may be lost at any time.
+    Inbox,
 }
 
 /// Where a delivery waits for its next attempt.
@@ -92,6 +104,7 @@ impl Setup {
             attempts: 3,
             retries: RetriesWait::InSource,
             outage: Outage::Hold,
+            effects: EffectsIn::Provider,
         }
     }
 }
@@ -197,6 +210,9 @@ impl SystemModel {
         } else {
             Duration::ZERO
         });
+        if self.setup.effects == EffectsIn::Inbox && sent.ask == Ask::Claim && state.effects() > 0 {
+            return Verdict::Duplicate; // the record was looked up
+        }
         let before = state.marker;
         let (change, verdict) = (self.rules.apply)(before, age, &self.operation(&sent));
         state.observations.busy_after_expiry |=

@@ -17,8 +17,8 @@ pub use oncegate_core::{
 };
 // Handlers.
 pub use oncegate_core::{
-    Context, Decode, Failure, FailureExt, Handler, IntoCause, IntoFailure, Json, Raw, RawBytes,
-    Reconciled, async_trait,
+    Context, Decode, Failure, FailureExt, Handler, Inbox, IntoCause, IntoFailure, Json, Raw,
+    RawBytes, Reconciled, TransactionalHandler, async_trait,
 };
 // Work without a broker.
 pub use oncegate_core::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
@@ -35,7 +35,7 @@ pub use oncegate_core::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
 #[doc(hidden)]
 pub use oncegate_core::fault;
 pub use oncegate_core::{
-    context, decode, defaults, error, gate, handler, id, lifecycle, marker, memory, message,
+    context, decode, defaults, error, gate, handler, id, inbox, lifecycle, marker, memory, message,
     metric, outcome, source, store,
 };
 
@@ -46,8 +46,8 @@ pub use oncegate_amqp::{
 };
 #[cfg(feature = "kafka")]
 pub use oncegate_kafka::{
-    BlockedBy, Blocker, KAFKA_METRICS, Kafka, KafkaLogin, KafkaSource, KafkaStatus, OutOfRange,
-    PartitionStatus, StartAt, TopicCreation,
+    BlockedBy, Blocker, GroupProtocol, KAFKA_METRICS, Kafka, KafkaLogin, KafkaSource, KafkaStatus,
+    OutOfRange, PartitionStatus, StartAt, TopicCreation,
 };
 #[cfg(feature = "redis")]
 pub use oncegate_redis::{Durability, REDIS_METRICS, Redis};

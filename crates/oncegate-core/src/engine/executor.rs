@@ -163,6 +163,7 @@ mod tests {
             handler: Sleeper,
             decode: RawBytes,
             timeout: Duration::from_secs(10),
+            scope: Default::default(),
         };
         Executor::new(runner, &settings)
     }

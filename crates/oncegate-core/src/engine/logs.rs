@@ -131,6 +131,7 @@ impl Logs {
         let throttle = match finished.event {
             Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => &mut self.panicked,
             Event::Returned(Outcome::Retry | Outcome::Unknown(_)) => &mut self.failed,
+            Event::Returned(Outcome::Unavailable) => &mut self.unavailable,
             Event::Reconciled(_) => &mut self.reconciled,
             _ => return,
         };
@@ -153,6 +154,11 @@ impl Logs {
             }
             Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)) => {
                 warn!("handler timed out, its outcome is unknown");
+            }
+            Event::Returned(Outcome::Unavailable) => {
+                warn!(
+                    "transaction not begun, or its commit not confirmed: the message is handled again unless its record is found; check the database and its network"
+                );
             }
             Event::Returned(_) => {
                 warn!("handler failed, its outcome is unknown");

@@ -127,6 +127,8 @@ pub enum AfterDoubt {
 pub enum AfterWithdrawal {
     /// The delivery is released to its source.
     Release,
+    /// The database of the inbox is unavailable: the delivery is released with a delay.
+    ReleaseLater,
     /// The delivery waits without a claim until it may run in isolation.
     AwaitIsolation,
     /// The delivery is dead-lettered, because it failed too often. Other deliveries of its id may

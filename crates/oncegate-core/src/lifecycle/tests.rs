@@ -60,6 +60,7 @@ fn stages() -> Vec<Stage> {
         Withdrawing(GRANT, AfterWithdrawal::Release),
         Withdrawing(GRANT, AfterWithdrawal::AwaitIsolation),
         Withdrawing(GRANT, AfterWithdrawal::Reject),
+        Withdrawing(GRANT, AfterWithdrawal::ReleaseLater),
         Ready(GRANT),
         Running(GRANT, Tries(0)),
         Pausing(GRANT, Tries(1)),
@@ -1009,4 +1010,21 @@ fn all_reasons_are_listed_and_have_different_names() {
     words.sort_unstable();
     words.dedup();
     assert_eq!(words.len(), every.len());
+}
+
+#[test]
+fn an_unavailable_database_counts_no_attempt_unless_a_run_has_failed() {
+    let policy = effectively_once();
+    let unavailable = Event::Returned(Outcome::Unavailable);
+    let after = |tries| transition(Stage::Running(GRANT, Tries(tries)), unavailable, &policy);
+    let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::ReleaseLater);
+    assert_eq!(after(0), (withdrawing, Action::Apply));
+    let clearing = Stage::Clearing(GRANT.failed(), Effect::Nothing, pause(3));
+    assert_eq!(after(1), (clearing, Action::Apply));
+    for event in [Event::Answer(V::Applied), Event::UnreadableMarker] {
+        assert_eq!(
+            transition(withdrawing, event, &policy),
+            release(pause(3), GRANT.failures)
+        );
+    }
 }

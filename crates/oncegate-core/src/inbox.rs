@@ -1,0 +1,377 @@
+//! The inbox: the record of a message is committed in the transaction of its handler.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use serde::de::DeserializeOwned;
+
+use crate::context::Context;
+use crate::defaults;
+use crate::handler::{Failure, Handler};
+use crate::id::Scope;
+use crate::marker::{Ask, Guarantee, Operation, Verdict};
+use crate::memory::MemoryStore;
+use crate::store::{BoxError, Persistence, Store, StoreError};
+
+/// Handles messages in transactions of a database. Each transaction contains the record of its
+/// message, so its changes are committed exactly once. Nothing outside of this database is covered.
+///
+/// The handler changes rows, and returns; then the consumer commits. After a failure, a timeout or a
+/// crash the transaction is rolled back, and the message is handled again.
+///
+/// [`Failure::InDoubt`] is for effects elsewhere: the transaction is rolled back and the message
+/// handled again, like [`Failure::Retry`].
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a handler for transactions of `{I}`",
+    label = "this is no `TransactionalHandler<{I}>`",
+    note = "implement it: `impl TransactionalHandler<{I}> for … {{ type Payload = …; async fn handle(&self, payload: Self::Payload, transaction: &mut …, cx: &Context) -> Result<(), Failure> {{ … }} }}`"
+)]
+pub trait TransactionalHandler<I: Inbox>: Send + Sync + 'static {
+    /// The type into which the body is decoded.
+    type Payload: DeserializeOwned + Send;
+
+    /// Does the work. `Ok` means that the consumer commits the transaction.
+    ///
+    /// # Errors
+    /// A [`Failure`]: the transaction is rolled back.
+    fn handle(
+        &self, // in the impl: `async fn handle(&self, …)`, without `#[async_trait]`
+        payload: Self::Payload,
+        transaction: &mut I::Transaction,
+        cx: &Context,
+    ) -> impl Future<Output = Result<(), Failure>> + Send;
+}
+
+/// A database that records the messages of its transactions.
+///
+/// # The contract
+/// - Of all transactions with the record of one key, at most one is committed before the record
+///   expires. [`begin`](Self::begin) waits until another transaction with the record has ended.
+/// - A transaction that is dropped is rolled back, unless its commit was already sent.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not an inbox",
+    label = "this is no `Inbox`",
+    note = "pass `PostgresInbox::new(pool)` of the crate `oncegate-postgres`"
+)]
+pub trait Inbox: Send + Sync + 'static {
+    /// A transaction that contains the record of a message.
+    type Transaction: Send;
+
+    /// The database and its address, without secrets, for status pages.
+    fn described(&self) -> String;
+
+    /// How many transactions may be open at once: the default of
+    /// [`max_in_flight`](crate::Builder::max_in_flight), and its maximum.
+    fn max_transactions(&self) -> usize;
+
+    /// Checks the database at the start, as [`Store::preflight`] does.
+    ///
+    /// # Errors
+    /// What is wrong, and what to do.
+    fn preflight(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Whether committed transactions survive a crash of the database.
+    ///
+    /// # Errors
+    /// As for [`preflight`](Self::preflight).
+    fn persistence(&self) -> impl Future<Output = Result<Persistence, StoreError>> + Send;
+
+    /// What the records say about these claims, in their order: [`Verdict::Granted`] if there is no
+    /// record. Changes nothing. Without a claim, it finds out whether the database answers.
+    ///
+    /// # Errors
+    /// The database does not answer. A record that cannot be read is an error of its claim alone.
+    fn look(
+        &self,
+        claims: &[Operation],
+    ) -> impl Future<Output = Result<Vec<Result<Verdict, StoreError>>, StoreError>> + Send;
+
+    /// Begins a transaction, and inserts the record of this claim's key. The handler runs for up to
+    /// `longest_run`, by which the record outlasts the window of the claim.
+    ///
+    /// # Errors
+    /// Nothing has changed.
+    fn begin(
+        &self,
+        claim: &Operation,
+        longest_run: Duration,
+    ) -> impl Future<Output = Result<Begun<Self::Transaction>, BoxError>> + Send;
+
+    /// Commits a transaction.
+    ///
+    /// # Errors
+    /// [`CommitError`] says whether it may be committed.
+    fn commit(
+        &self,
+        transaction: Self::Transaction,
+    ) -> impl Future<Output = Result<(), CommitError>> + Send;
+
+    /// Rolls a transaction back, after a failure of the handler. If the connection is lost, the database
+    /// does that.
+    ///
+    /// # Errors
+    /// [`CommitError::EndedByHandler`].
+    fn rollback(
+        &self,
+        transaction: Self::Transaction,
+    ) -> impl Future<Output = Result<(), CommitError>> + Send;
+}
+
+/// The result of [`Inbox::begin`].
+#[derive(Debug)]
+pub enum Begun<T> {
+    /// A transaction with the record.
+    Transaction(T),
+    /// There is a record, which the transaction would not replace.
+    Found(Verdict),
+}
+
+/// Why a transaction was not committed, as far as is known.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommitError {
+    /// It was rolled back.
+    #[error("{0} (the transaction was rolled back)")]
+    RolledBack(#[source] BoxError),
+    /// It may be committed: the reply was lost.
+    #[error("{0} (the transaction may be committed)")]
+    Unknown(#[source] BoxError),
+    /// The handler ended it, so its changes and the record may have been separated.
+    #[error("{0}")]
+    EndedByHandler(#[source] BoxError),
+}
+
+/// The transaction did not begin, or the reply to its commit was lost.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct InboxUnavailable(#[source] BoxError);
+
+impl InboxUnavailable {
+    /// The failure of a run, which is repeated and not counted.
+    fn failure(error: impl Into<BoxError>) -> Failure {
+        Failure::Retry(Self(error.into()).into())
+    }
+}
+
+/// What a run of a handler in a transaction needs to know of its consumer, and reports to it.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct RunFrame {
+    scope: Scope,
+    longest_run: Duration,
+    /// Whether the run waits for the begin or the commit of a transaction: then its timeout is not the
+    /// handler's.
+    waits_for_database: AtomicBool,
+}
+
+impl RunFrame {
+    pub(crate) fn new(scope: &Scope, longest_run: Duration) -> Self {
+        Self {
+            scope: scope.clone(),
+            longest_run,
+            waits_for_database: AtomicBool::new(false),
+        }
+    }
+
+    fn wait_for_database(&self, waits: bool) {
+        self.waits_for_database.store(waits, Ordering::Relaxed);
+    }
+
+    pub(crate) fn waits_for_database(&self) -> bool {
+        self.waits_for_database.load(Ordering::Relaxed)
+    }
+}
+
+/// A handler, each run in a transaction of the inbox.
+#[derive(Debug)]
+pub struct InTransaction<H, I> {
+    handler: H,
+    inbox: Arc<I>,
+}
+
+impl<H: Clone, I> Clone for InTransaction<H, I> {
+    fn clone(&self) -> Self {
+        Self {
+            handler: self.handler.clone(),
+            inbox: self.inbox.clone(),
+        }
+    }
+}
+
+impl<H: TransactionalHandler<I>, I: Inbox> Handler for InTransaction<H, I> {
+    type Payload = H::Payload;
+
+    async fn handle(&self, payload: H::Payload, cx: &Context) -> Result<(), Failure> {
+        // Only `run` is called.
+        let frame = RunFrame::new(&Scope::none(), defaults::HANDLER_TIMEOUT);
+        self.run(payload, cx, &frame).await
+    }
+
+    async fn run(
+        &self,
+        payload: H::Payload,
+        cx: &Context,
+        frame: &RunFrame,
+    ) -> Result<(), Failure> {
+        let Some(claim) = cx.claim(&frame.scope) else {
+            return Err(Failure::Reject("the message has no id".into())); // does not occur: it was claimed
+        };
+        frame.wait_for_database(true);
+        let mut transaction = match self.inbox.begin(&claim, frame.longest_run).await {
+            Ok(Begun::Transaction(transaction)) => transaction,
+            Ok(Begun::Found(verdict)) => return found(verdict),
+            Err(error) => return Err(InboxUnavailable::failure(error)),
+        };
+        frame.wait_for_database(false);
+        if let Err(failure) = self.handler.handle(payload, &mut transaction, cx).await {
+            return Err(match self.inbox.rollback(transaction).await {
+                Err(CommitError::EndedByHandler(cause)) => Failure::Reject(cause),
+                _ => failure,
+            });
+        }
+        frame.wait_for_database(true);
+        let committed = self.inbox.commit(transaction).await;
+        committed.map_err(|error| match error {
+            CommitError::RolledBack(cause) => Failure::Retry(cause),
+            CommitError::Unknown(_) => InboxUnavailable::failure(error),
+            CommitError::EndedByHandler(cause) => Failure::Reject(cause),
+        })
+    }
+}
+
+/// The result of a run whose record was committed by another one since the claim.
+fn found(verdict: Verdict) -> Result<(), Failure> {
+    match verdict {
+        Verdict::Duplicate => Ok(()),
+        Verdict::Conflict => Err(Failure::Reject(
+            "its id was used for another body, in a transaction that was committed after this message was claimed".into(),
+        )),
+        // Claimed again, it is answered as the record says.
+        _ => Err(InboxUnavailable::failure(
+            "another consumer recorded this id while it was claimed",
+        )),
+    }
+}
+
+/// The store of a consumer with an inbox. A claim is answered by the records of the inbox, and if there
+/// is none, by the memory of this process, in which deliveries of one id wait for each other. A restart
+/// forgets only how often messages failed.
+#[derive(Debug)]
+pub struct InboxStore<I> {
+    inbox: Arc<I>,
+    claims: MemoryStore,
+    /// Whether the last look at the records failed.
+    is_down: Arc<AtomicBool>,
+}
+
+impl<I> Clone for InboxStore<I> {
+    fn clone(&self) -> Self {
+        Self {
+            inbox: self.inbox.clone(),
+            claims: self.claims.clone(),
+            is_down: self.is_down.clone(),
+        }
+    }
+}
+
+impl<I: Inbox> InboxStore<I> {
+    pub(crate) fn new(inbox: I) -> Self {
+        Self {
+            inbox: Arc::new(inbox),
+            claims: MemoryStore::new(),
+            is_down: Arc::default(),
+        }
+    }
+
+    async fn apply_in_memory(&self, operation: &Operation) -> Result<Verdict, StoreError> {
+        let mut operation = operation.clone();
+        let completes = operation.ask == Ask::Complete;
+        if completes {
+            operation.ask = Ask::Withdraw; // the inbox has the record
+        }
+        let answer = self.claims.apply(&[operation]).await.pop();
+        match answer {
+            Some(Ok(_)) if completes => Ok(Verdict::Done { marker_lost: false }),
+            Some(answer) => answer,
+            None => Err(StoreError::NotApplied(
+                "the memory returned no answer".into(),
+            )),
+        }
+    }
+
+    /// The handler, in transactions of this inbox.
+    pub(crate) fn in_transaction<H>(&self, handler: H) -> InTransaction<H, I> {
+        InTransaction {
+            handler,
+            inbox: self.inbox.clone(),
+        }
+    }
+}
+
+#[async_trait]
+impl<I: Inbox> Store for InboxStore<I> {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let is_claim = |operation: &&Operation| operation.ask == Ask::Claim;
+        let claims: Vec<Operation> = operations.iter().filter(is_claim).cloned().collect();
+        let looks = !claims.is_empty() || self.is_down.load(Ordering::Relaxed);
+        let found = match looks {
+            true => self.inbox.look(&claims).await,
+            false => Ok(Vec::new()),
+        };
+        self.is_down.store(found.is_err(), Ordering::Relaxed);
+        let mut found = match found {
+            Ok(found) => found.into_iter(),
+            // Also what needs no database waits, so that the store does not seem to be available.
+            Err(error) => return unanswered(error, operations.len()),
+        };
+        let mut answers = Vec::with_capacity(operations.len());
+        for operation in operations {
+            let recorded = is_claim(&operation).then(|| found.next());
+            answers.push(match recorded {
+                None | Some(Some(Ok(Verdict::Granted(_)))) => self.apply_in_memory(operation).await,
+                Some(Some(answer)) => answer,
+                Some(None) => {
+                    let text = format!("{} returned no answer", self.inbox.described());
+                    Err(StoreError::NotApplied(text.into()))
+                }
+            });
+        }
+        answers
+    }
+
+    fn described(&self) -> String {
+        format!("inbox in {}", self.inbox.described())
+    }
+
+    async fn preflight(&self, _: Guarantee) -> Result<(), StoreError> {
+        self.inbox.preflight().await
+    }
+
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
+        self.inbox.persistence().await
+    }
+
+    fn parallel_applies(&self) -> usize {
+        2
+    }
+}
+
+/// The error for each operation of a batch.
+fn unanswered(error: StoreError, operations: usize) -> Vec<Result<Verdict, StoreError>> {
+    let is_permanent = matches!(error, StoreError::Misconfigured(_));
+    let (StoreError::NotApplied(cause)
+    | StoreError::Unknown(cause)
+    | StoreError::UnreadableMarker(cause)
+    | StoreError::Misconfigured(cause)) = error;
+    let text = cause.to_string();
+    let each = || {
+        Err(match is_permanent {
+            true => StoreError::Misconfigured(text.clone().into()),
+            false => StoreError::NotApplied(text.clone().into()),
+        })
+    };
+    std::iter::repeat_with(each).take(operations).collect()
+}
