@@ -3,7 +3,8 @@
 use std::fmt;
 
 use crate::servers::{
-    KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer, ServerError,
+    KafkaServer, PostgresServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer,
+    ServerError,
 };
 
 /// The variable with Kafka's bootstrap servers, as `host:port`.
@@ -12,6 +13,9 @@ const KAFKA: &str = "ONCEGATE_KAFKA";
 const RABBITMQ: &str = "ONCEGATE_RABBITMQ";
 /// The variable with Redis's address, as a `redis://` URL.
 const REDIS: &str = "ONCEGATE_REDIS";
+
+/// The variable with PostgreSQL's address, as a `postgres://` URL.
+const POSTGRES: &str = "ONCEGATE_POSTGRES";
 
 /// The address of a server is not configured.
 #[derive(thiserror::Error)]
@@ -57,6 +61,18 @@ pub fn redis_url() -> Result<String, MissingServer> {
     address("Redis", REDIS, "redis://127.0.0.1:6379")
 }
 
+/// The URL of the PostgreSQL database that all tests share, for its superuser.
+///
+/// # Errors
+/// [`MissingServer`] when `ONCEGATE_POSTGRES` is not set or empty.
+pub fn postgres_url() -> Result<String, MissingServer> {
+    address(
+        "PostgreSQL",
+        POSTGRES,
+        "postgres://postgres@127.0.0.1:5432/postgres",
+    )
+}
+
 fn address(
     server: &'static str,
     variable: &'static str,
@@ -72,13 +88,14 @@ fn address(
         })
 }
 
-/// One Kafka broker, one RabbitMQ node and one Redis server, from the environment or started here.
+/// One Kafka broker, one RabbitMQ node, one Redis and one PostgreSQL server, from the environment or started here.
 ///
 /// Dropping it stops the servers that it started.
 pub struct Servers {
     kafka: Provided<KafkaServer>,
     rabbitmq: Provided<RabbitServer>,
     redis: Provided<RedisServer>,
+    postgres: Provided<PostgresServer>,
 }
 
 /// A server that the environment names, or that this process started.
@@ -96,6 +113,7 @@ impl Servers {
         std::thread::scope(|scope| {
             let kafka = scope.spawn(|| provide(kafka_brokers(), KafkaServer::start));
             let rabbitmq = scope.spawn(|| provide(rabbitmq_url(), RabbitServer::start));
+            let postgres = scope.spawn(|| provide(postgres_url(), || PostgresServer::start(&[])));
             let redis = provide(redis_url(), start_shared_redis);
             let kafka = kafka
                 .join()
@@ -103,10 +121,14 @@ impl Servers {
             let rabbitmq = rabbitmq
                 .join()
                 .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let postgres = postgres
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             Ok(Self {
                 kafka: kafka?,
                 rabbitmq: rabbitmq?,
                 redis: redis?,
+                postgres: postgres?,
             })
         })
     }
@@ -126,13 +148,19 @@ impl Servers {
         self.redis.address(RedisServer::url)
     }
 
-    /// The environment variables with which [`kafka_brokers`], [`rabbitmq_url`] and [`redis_url`]
-    /// in a child process return these servers.
-    pub fn variables(&self) -> [(&'static str, String); 3] {
+    /// The URL of PostgreSQL.
+    pub fn postgres_url(&self) -> String {
+        self.postgres.address(PostgresServer::url)
+    }
+
+    /// The environment variables with which [`kafka_brokers`], [`rabbitmq_url`], [`redis_url`] and
+    /// [`postgres_url`] in a child process return these servers.
+    pub fn variables(&self) -> [(&'static str, String); 4] {
         [
             (KAFKA, self.kafka_brokers()),
             (RABBITMQ, self.rabbitmq_url()),
             (REDIS, self.redis_url()),
+            (POSTGRES, self.postgres_url()),
         ]
     }
 }

@@ -18,7 +18,9 @@
 //! [`source::TestQueue`]: a queue or topic for each law, with functions to publish to it and to
 //! read rejected messages.
 
+mod aging;
 mod fixtures;
+mod killed;
 mod possible_markers;
 mod random;
 mod rows;
@@ -30,6 +32,9 @@ use std::time::Duration;
 
 use oncegate_core::Store;
 use tokio::runtime::{Builder, Runtime};
+
+pub use aging::{AgingStore, agrees_with_marker_apply};
+pub use killed::linearizable_while_killed;
 
 use self::source::TestQueue;
 

@@ -11,8 +11,8 @@
 //! [`proxy`] is a TCP proxy that loses replies, resets and delays connections. [`LosesReplies`] is
 //! a store that loses replies. [`Lines`] collects log lines.
 //!
-//! [`kafka_brokers`], [`rabbitmq_url`] and [`redis_url`] return the addresses of the servers that
-//! all tests share, and [`Servers`] starts those that are missing. [`servers`] starts servers for
+//! [`kafka_brokers`], [`rabbitmq_url`], [`redis_url`] and [`postgres_url`] return the addresses of
+//! the servers that all tests share, and [`Servers`] starts those that are missing. [`servers`] starts servers for
 //! one test, which can be stopped, killed, frozen and started again.
 #![forbid(unsafe_code)]
 
@@ -27,7 +27,7 @@ pub mod poison;
 pub mod proxy;
 pub mod servers;
 
-pub use env::{MissingServer, Servers, kafka_brokers, rabbitmq_url, redis_url};
+pub use env::{MissingServer, Servers, kafka_brokers, postgres_url, rabbitmq_url, redis_url};
 pub use kit::{Effects, Kit};
 pub use lines::Lines;
 pub use loses_replies::{LosesReplies, ReplyFault};

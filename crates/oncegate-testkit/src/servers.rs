@@ -14,6 +14,7 @@ mod kafka_distribution;
 mod kafka_listeners;
 mod mirror_maker;
 mod port;
+mod postgres;
 mod process;
 mod rabbit;
 mod rabbit_cluster;
@@ -31,6 +32,7 @@ pub use kafka_cluster::KafkaServers;
 pub use kafka_distribution::{cache, fetch_kafka, kafka_is_fetched};
 pub use kafka_listeners::{KafkaListener, KafkaUser};
 pub use mirror_maker::{MirrorMaker, MirrorMakerServer};
+pub use postgres::{Postgres, PostgresServer, postgres_is_installed};
 pub use process::ProcessId;
 pub use rabbit::{RABBITMQ_CLIENT, RABBITMQ_SERVER, Rabbit, RabbitOptions, RabbitServer};
 pub use rabbit_cluster::RabbitCluster;
@@ -78,7 +80,7 @@ pub enum ServerError {
         advice: &'static str,
     },
     /// The environment variable [`SERVER_SET`] has an unknown value.
-    #[error("{SERVER_SET}={name}: unknown; use debian12, today or today-redis")]
+    #[error("{SERVER_SET}={name}: unknown; use debian12, today, today-redis or kafka-3.9")]
     UnknownServerSet {
         /// The value.
         name: String,

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use oncegate_core::internal::UnreadableRow;
 use oncegate_core::marker::Marker;
 use oncegate_core::{Key, StoreError};
 use rusqlite::{Connection, OptionalExtension, Row, params};
@@ -11,7 +12,7 @@ use rusqlite::{Connection, OptionalExtension, Row, params};
 use super::Sqlite;
 use super::clock::ClockReading;
 use super::failure::StoreFailure;
-use super::marker_table::{self, UnreadableRow};
+use super::marker_table;
 use super::recent::RecentMarkers;
 use super::writer_thread::WriterRequest;
 

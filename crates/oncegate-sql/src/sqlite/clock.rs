@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use oncegate_core::internal::milliseconds;
+
 use super::metric::CLOCK_JUMPS;
 
 /// The difference between wall clock and elapsed time, in milliseconds, above which the clock jumped.
@@ -136,13 +138,6 @@ fn wall() -> i64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, milliseconds)
-}
-
-/// Rounded up; at most three thousand years, so that sums do not overflow.
-pub(crate) fn milliseconds(duration: Duration) -> i64 {
-    const LONGEST: u128 = 100_000_000_000_000;
-    i64::try_from(duration.as_nanos().div_ceil(1_000_000).min(LONGEST))
-        .expect("LONGEST fits into an i64")
 }
 
 #[cfg(test)]

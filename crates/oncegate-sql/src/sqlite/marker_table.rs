@@ -3,15 +3,16 @@
 use std::time::Duration;
 
 use oncegate_core::Key;
+use oncegate_core::internal::{MarkerColumns, UnreadableRow};
 use oncegate_core::marker::{
-    Age, Ask, Attempts, Change, Doubt, Effect, Fingerprint, Guarantee, Hold, Marker, Operation,
-    Terms, Token, Verdict, apply,
+    Age, Ask, Attempts, Change, Effect, Hold, Marker, Operation, Terms, Verdict, apply,
 };
 use rusqlite::{CachedStatement, Connection, OptionalExtension, Params, Row, params};
 
-use super::clock::{ClockReading, milliseconds};
+use super::clock::ClockReading;
 use super::failure::StoreFailure;
 use super::recent::RecentMarkers;
+use oncegate_core::internal::milliseconds;
 
 const SELECT_RECENT: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee
     FROM recent_markers WHERE number = ?1";
@@ -66,10 +67,6 @@ pub(crate) struct MarkerTable<'transaction> {
     recent: &'transaction mut RecentMarkers,
     now: ClockReading,
 }
-
-/// The error for a row that this release cannot have written.
-#[derive(Debug)]
-pub(crate) struct UnreadableRow;
 
 /// A marker and its age.
 pub(crate) struct StoredMarker {
@@ -268,57 +265,21 @@ impl ClockReading {
         marker: Marker,
         time_to_live: Duration,
     ) -> impl Params + use<'key> {
-        let (state, fingerprint, hold) = match marker {
-            Marker::Absent => unreachable!("an absent marker is deleted, not written"),
-            Marker::Done(fingerprint) => (0, fingerprint, None),
-            Marker::Cleared { .. } => (1, None, None),
-            Marker::InProgress(hold) => (2, hold.fingerprint, Some(hold)),
-            Marker::InDoubt(hold, Doubt::Waiting) => (3, hold.fingerprint, Some(hold)),
-            Marker::InDoubt(hold, Doubt::Reconciling) => (4, hold.fingerprint, Some(hold)),
-            Marker::Rejected { fingerprint, .. } => (5, fingerprint, None),
-        };
-        let attempts_and_effect = match marker {
-            Marker::Cleared { attempts, effect } => Some((attempts, effect)),
-            _ => hold.map(|hold| (hold.attempts, hold.earlier)),
-        };
-        let attempt = match marker {
-            Marker::Rejected { attempt, .. } => Some(attempt),
-            _ => attempts_and_effect.map(|(attempts, _)| attempts.number),
-        };
-        let [base, crashes] = [
-            attempts_and_effect.map(|(attempts, _)| attempts.base),
-            attempts_and_effect.map(|(attempts, _)| attempts.crashes),
-        ];
-        let effect = attempts_and_effect.map(|(_, effect)| match effect {
-            Effect::Nothing => 0,
-            Effect::Unknown => 1,
-        });
-        // Below 10^18.
-        let fingerprint = fingerprint.map(|it| it.get() as i64);
-        let token = hold.map(|hold| hold.token.0.to_be_bytes());
-        let [lease, horizon] = [
-            hold.map(|hold| milliseconds(hold.lease)),
-            hold.map(|hold| milliseconds(hold.horizon).max(1)),
-        ];
-        let guarantee = hold.map(|hold| match hold.guarantee {
-            Guarantee::AtMostOnce => 0,
-            Guarantee::EffectivelyOnce => 1,
-            Guarantee::Bare => 2,
-        });
+        let row = MarkerColumns::of(marker).expect("an absent marker is deleted, not written");
         (
             number,
             key.as_str(),
             self.expires(time_to_live),
-            state,
-            fingerprint,
-            attempt,
-            base,
-            crashes,
-            effect,
-            token,
-            lease,
-            horizon,
-            guarantee,
+            row.state,
+            row.fingerprint,
+            row.attempt,
+            row.base,
+            row.crashes,
+            row.effect,
+            row.token.map(u128::to_be_bytes),
+            row.lease,
+            row.horizon,
+            row.guarantee,
         )
     }
 }
@@ -335,74 +296,30 @@ pub(crate) fn read(row: &Row<'_>, now: ClockReading) -> Result<StoredMarker, Unr
     if expires <= expired_until {
         return Ok(ABSENT);
     }
-    let fingerprint = match row
-        .get::<_, Option<i64>>(2)
-        .map_err(|_| UnreadableRow)?
-        .map(u64::try_from)
-    {
-        None => None,
-        Some(Ok(number)) if number < Fingerprint::LIMIT => Some(Fingerprint::new(number)),
-        Some(_) => return Err(UnreadableRow),
-    };
-    let count = |column| row.get::<_, u32>(column).map_err(|_| UnreadableRow);
-    let attempts_and_effect = || -> Result<(Attempts, Effect), UnreadableRow> {
-        let effect = match row.get(6) {
-            Ok(0) => Effect::Nothing,
-            Ok(1) => Effect::Unknown,
-            _ => return Err(UnreadableRow),
-        };
-        Ok((
-            Attempts {
-                number: count(3)?,
-                base: count(4)?,
-                crashes: count(5)?,
-            },
-            effect,
-        ))
-    };
-    let hold = || -> Result<(Hold, Age), UnreadableRow> {
-        let (attempts, earlier) = attempts_and_effect()?;
-        let [lease, horizon] =
-            [8, 9].map(|column| row.get::<_, i64>(column).ok().filter(|it| *it >= 0));
-        let (lease, horizon) = (lease.ok_or(UnreadableRow)?, horizon.ok_or(UnreadableRow)?);
-        let hold = Hold {
-            token: Token(u128::from_be_bytes(row.get(7).map_err(|_| UnreadableRow)?)),
-            attempts,
-            earlier,
-            lease: Duration::from_millis(lease.unsigned_abs()),
-            horizon: Duration::from_millis(horizon.unsigned_abs()),
-            guarantee: match row.get(10) {
-                Ok(0) => Guarantee::AtMostOnce,
-                Ok(1) => Guarantee::EffectivelyOnce,
-                Ok(2) => Guarantee::Bare,
-                _ => return Err(UnreadableRow),
-            },
-            fingerprint,
-        };
-        Ok((hold, age(expires.saturating_sub(horizon), now)))
-    };
-    let marker = match row.get(1) {
-        Ok(0) => Marker::Done(fingerprint),
-        Ok(1) => {
-            let (attempts, effect) = attempts_and_effect()?;
-            Marker::Cleared { attempts, effect }
+    let columns = read_columns(row).map_err(|_| UnreadableRow)?;
+    let marker = columns.marker()?;
+    let age = match (marker, columns.horizon) {
+        (Marker::InProgress(_) | Marker::InDoubt(..), Some(horizon)) => {
+            age(expires.saturating_sub(horizon), now)
         }
-        Ok(5) => Marker::Rejected {
-            attempt: count(3)?,
-            fingerprint,
-        },
-        Ok(state @ 2..=4) => {
-            let (hold, age) = hold()?;
-            let marker = match state {
-                2 => Marker::InProgress(hold),
-                3 => Marker::InDoubt(hold, Doubt::Waiting),
-                _ => Marker::InDoubt(hold, Doubt::Reconciling),
-            };
-            return Ok(StoredMarker { marker, age });
-        }
-        _ => return Err(UnreadableRow),
+        _ => ABSENT.age,
     };
-    Ok(StoredMarker { marker, ..ABSENT })
+    Ok(StoredMarker { marker, age })
+}
+
+fn read_columns(row: &Row<'_>) -> rusqlite::Result<MarkerColumns> {
+    Ok(MarkerColumns {
+        state: row.get(1)?,
+        fingerprint: row.get(2)?,
+        attempt: row.get(3)?,
+        base: row.get(4)?,
+        crashes: row.get(5)?,
+        effect: row.get(6)?,
+        token: row.get::<_, Option<[u8; 16]>>(7)?.map(u128::from_be_bytes),
+        lease: row.get(8)?,
+        horizon: row.get(9)?,
+        guarantee: row.get(10)?,
+    })
 }
 
 /// The age of a marker that was written at this time; unknown if that time is in the future.
@@ -433,6 +350,7 @@ mod tests {
     use super::super::file::{FileConfig, OpenDatabase};
     use super::super::recent::MergeLimits;
     use super::*;
+    use oncegate_core::marker::{Guarantee, Token};
 
     const LEASE: i64 = 30_000;
     const WINDOW: i64 = 600_000;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rusqlite::Connection;
 
-use super::clock::milliseconds;
+use oncegate_core::internal::milliseconds;
 
 /// A row for each window that was the longest when it was written, so there are few; the maximum
 /// applies.

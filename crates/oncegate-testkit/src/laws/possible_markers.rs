@@ -47,12 +47,15 @@ impl PossibleEntry {
         }
     }
 
-    /// The possible markers after an operation that was applied within the span, with this verdict;
-    /// empty if that is impossible. `None` allows every verdict, because the reply was lost.
+    /// The possible markers after an operation with this verdict; empty if that is impossible. `None`
+    /// allows every verdict, because the reply was lost. It took effect within the span `during`; the
+    /// time from which its marker expires is within `requested`, the span from its request to its
+    /// reply. A database may take the time first, and commit later.
     pub(crate) fn after(
         &self,
         operation: &Operation,
         during: Span,
+        requested: Span,
         received: Option<Verdict>,
     ) -> Vec<Self> {
         let mut possible = Vec::with_capacity(2);
@@ -84,7 +87,7 @@ impl PossibleEntry {
                     Change::Keep => *self,
                     Change::Write(marker, expiry) => Self {
                         marker,
-                        written: during,
+                        written: requested,
                         expiry,
                     },
                     Change::Delete => Self::absent(self.written.from),
@@ -153,7 +156,7 @@ impl PossibleMarkers {
         for entry in self
             .0
             .iter()
-            .flat_map(|entry| entry.after(operation, during, Some(received)))
+            .flat_map(|entry| entry.after(operation, during, during, Some(received)))
         {
             if !after.contains(&entry) {
                 after.push(entry);

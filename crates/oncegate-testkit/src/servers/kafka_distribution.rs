@@ -5,16 +5,19 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::server::{ServerKind, run_program, temporary_directory, write};
-use super::{Kafka, ServerError, io};
+use super::{Kafka, ServerError, ServerSet, io};
 
-const VERSION: &str = "4.3.0";
+/// The release of the current [`ServerSet`]. An unknown set is an error of the server that starts.
+fn version() -> &'static str {
+    ServerSet::current().unwrap_or_default().kafka()
+}
 
 /// Whether the broker is in the cache.
 pub fn kafka_is_fetched() -> bool {
     is_complete(&libraries())
 }
 
-/// The directory with the broker's jars: `$ONCEGATE_CACHE/kafka-4.3.0/libs`, by default in
+/// The directory with the broker's jars: `$ONCEGATE_CACHE/kafka-VERSION/libs`, by default in
 /// `~/.cache/oncegate`.
 ///
 /// Contains the jars of MirrorMaker 2, too. Downloads them (54 MB) unless they are complete, which
@@ -28,7 +31,8 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
         return Ok(libraries);
     }
     println!(
-        "fetching the Kafka broker {VERSION} into {}",
+        "fetching the Kafka broker {} into {}",
+        version(),
         libraries.display()
     );
     let project = temporary_directory(Kafka::NAME)?;
@@ -82,7 +86,7 @@ fn install(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
 }
 
 fn libraries() -> PathBuf {
-    cache().join(format!("kafka-{VERSION}")).join("libs")
+    cache().join(format!("kafka-{}", version())).join("libs")
 }
 
 /// The directory for downloads: `$ONCEGATE_CACHE`, by default `~/.cache/oncegate`.
@@ -100,19 +104,22 @@ fn is_complete(libraries: &Path) -> bool {
 
 /// The jar that is installed last.
 fn last_jar() -> String {
-    format!("connect-mirror-{VERSION}.jar")
+    format!("connect-mirror-{}.jar", version())
 }
+
+/// Kafka 3 logs by log4j unless its binding is left out.
+const WITHOUT_LOG4J: &str = "<exclusions><exclusion><groupId>org.slf4j</groupId><artifactId>slf4j-reload4j</artifactId></exclusion></exclusions>";
 
 fn pom() -> String {
     let dependencies: String = [
-        ("org.apache.kafka", "kafka_2.13", VERSION),
-        ("org.apache.kafka", "kafka-tools", VERSION),
-        ("org.apache.kafka", "connect-mirror", VERSION),
+        ("org.apache.kafka", "kafka_2.13", version()),
+        ("org.apache.kafka", "kafka-tools", version()),
+        ("org.apache.kafka", "connect-mirror", version()),
         ("org.slf4j", "slf4j-simple", "1.7.36"),
     ]
     .into_iter()
     .map(|(group, artifact, version)| {
-        format!("<dependency><groupId>{group}</groupId><artifactId>{artifact}</artifactId><version>{version}</version></dependency>\n")
+        format!("<dependency><groupId>{group}</groupId><artifactId>{artifact}</artifactId><version>{version}</version>{WITHOUT_LOG4J}</dependency>\n")
     })
     .collect();
     format!(

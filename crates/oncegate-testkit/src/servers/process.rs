@@ -45,11 +45,16 @@ impl ProcessId {
     ///
     /// Does nothing if the process has ended or its id belongs to another process.
     pub fn stop(self, timeout: Duration) {
+        self.stop_by(Signal::TERM, timeout);
+    }
+
+    /// As [`stop`](Self::stop), with another signal than SIGTERM.
+    pub(crate) fn stop_by(self, signal: Signal, timeout: Duration) {
         if !self.is_running() {
             return;
         }
         self.signal(Signal::CONT);
-        self.signal(Signal::TERM);
+        self.signal(signal);
         if !self.ended_within(timeout) {
             self.kill();
         }

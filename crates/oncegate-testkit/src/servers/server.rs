@@ -27,6 +27,9 @@ pub trait ServerKind {
     /// Whether its programs are those of the current [`ServerSet`]; otherwise those of the host.
     const IN_SERVER_SET: bool;
 
+    /// The signal that stops it.
+    const STOP_SIGNAL: Signal = Signal::TERM;
+
     /// The programs of the server in the order of their start; the server itself is the last.
     fn commands(&self, directory: &Path) -> Vec<Command>;
 
@@ -118,10 +121,10 @@ impl<K: ServerKind> Server<K> {
         outcome
     }
 
-    /// Stops the server: SIGTERM, after 15 s SIGKILL. Returns when it has ended. Does nothing if it
+    /// Stops the server: SIGTERM or its own signal, after 15 s SIGKILL. Returns when it has ended. Does nothing if it
     /// is stopped.
     pub fn stop(&mut self) {
-        self.end(|process| process.stop(STOP_TIMEOUT));
+        self.end(|process| process.stop_by(K::STOP_SIGNAL, STOP_TIMEOUT));
     }
 
     /// Kills the server like a crash: SIGKILL. Data that it had not written to disk is lost.

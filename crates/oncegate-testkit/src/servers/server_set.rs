@@ -1,4 +1,4 @@
-//! Which releases of RabbitMQ and Redis are started: those of the host, or those of Debian sid.
+//! Which releases of the servers are started: RabbitMQ, Redis and PostgreSQL of the host, or those of Debian sid.
 //!
 //! The packages of sid are unpacked into the cache and not installed, so the host stays as it is. A
 //! program of them runs in a mount namespace in which their `/usr` covers that of the host; process
@@ -20,13 +20,14 @@ const NAME: &str = "Debian sid";
 const ADVICE: &str = "this needs root, a Debian host, and a mirror that has the suite sid";
 
 /// The last file that is written when the packages are unpacked.
-const COMPLETE: &str = "complete";
+const COMPLETE: &str = "complete-with-postgresql";
 
 /// Besides the servers, what their start scripts call. Redis 8 is in experimental only.
-const PACKAGES: [&str; 12] = [
+const PACKAGES: [&str; 13] = [
     "rabbitmq-server",
     "valkey-server",
     "valkey-tools",
+    "postgresql-18",
     "redis-server/experimental",
     "redis-tools/experimental",
     "libc-bin",
@@ -38,17 +39,19 @@ const PACKAGES: [&str; 12] = [
     "util-linux",
 ];
 
-/// Releases of RabbitMQ and Redis. Kafka is the same in all sets.
+/// Releases of RabbitMQ, Redis and Kafka.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ServerSet {
-    /// The packages of the host. Debian 12: RabbitMQ 3.10 and Redis 7.0.
+    /// The packages of the host. Debian 12: RabbitMQ 3.10, Redis 7.0 and PostgreSQL 15.
     #[default]
     Debian12,
-    /// RabbitMQ 4 and Valkey of Debian sid.
+    /// RabbitMQ 4, Valkey and PostgreSQL 18 of Debian sid.
     Today,
-    /// RabbitMQ 4 of Debian sid and Redis 8 of Debian experimental.
+    /// RabbitMQ 4 and PostgreSQL 18 of Debian sid and Redis 8 of Debian experimental.
     TodayRedis,
+    /// The packages of the host with Kafka 3.9, the last release before 4.0.
+    Kafka39,
 }
 
 impl ServerSet {
@@ -66,6 +69,7 @@ impl ServerSet {
             Self::Debian12 => "debian12",
             Self::Today => "today",
             Self::TodayRedis => "today-redis",
+            Self::Kafka39 => "kafka-3.9",
         }
     }
 
@@ -76,11 +80,11 @@ impl ServerSet {
     /// [`ServerError`] if a program fails or the cache cannot be written.
     pub fn fetch(self) -> Result<(), ServerError> {
         let root = root();
-        if self == Self::Debian12 || root.join(COMPLETE).is_file() {
+        if !self.is_unpacked() || root.join(COMPLETE).is_file() {
             return Ok(());
         }
         eprintln!(
-            "fetching RabbitMQ, Valkey and Redis of Debian sid into {}",
+            "fetching RabbitMQ, Valkey, Redis and PostgreSQL of Debian sid into {}",
             root.display()
         );
         let apt = cache().join("sid-apt");
@@ -92,7 +96,7 @@ impl ServerSet {
     /// The name of the program of a Redis server.
     pub fn redis_server(self) -> &'static str {
         match self {
-            Self::Debian12 | Self::TodayRedis => "redis-server",
+            Self::Debian12 | Self::TodayRedis | Self::Kafka39 => "redis-server",
             Self::Today => "valkey-server",
         }
     }
@@ -100,14 +104,27 @@ impl ServerSet {
     /// The name of the command line client of a Redis server.
     pub fn redis_cli(self) -> &'static str {
         match self {
-            Self::Debian12 | Self::TodayRedis => "redis-cli",
+            Self::Debian12 | Self::TodayRedis | Self::Kafka39 => "redis-cli",
             Self::Today => "valkey-cli",
         }
     }
 
+    /// The release of the Kafka broker.
+    pub fn kafka(self) -> &'static str {
+        match self {
+            Self::Debian12 | Self::Today | Self::TodayRedis => "4.3.0",
+            Self::Kafka39 => "3.9.1",
+        }
+    }
+
+    /// Whether RabbitMQ, Redis and PostgreSQL are unpacked into the cache.
+    fn is_unpacked(self) -> bool {
+        matches!(self, Self::Today | Self::TodayRedis)
+    }
+
     /// The same command as a program of this set, with the same process id.
     pub fn command(self, command: &Command) -> Command {
-        if self == Self::Debian12 {
+        if !self.is_unpacked() {
             return prefixed(&[], command);
         }
         let covered = "mount --bind \"$0/usr\" /usr && exec \"$@\"";
@@ -127,7 +144,7 @@ impl FromStr for ServerSet {
     type Err = ServerError;
 
     fn from_str(name: &str) -> Result<Self, ServerError> {
-        [Self::Debian12, Self::Today, Self::TodayRedis]
+        [Self::Debian12, Self::Today, Self::TodayRedis, Self::Kafka39]
             .into_iter()
             .find(|set| set.name() == name)
             .ok_or_else(|| ServerError::UnknownServerSet {
@@ -295,7 +312,12 @@ mod tests {
 
     #[test]
     fn a_set_is_known_by_its_name() {
-        for set in [ServerSet::Debian12, ServerSet::Today, ServerSet::TodayRedis] {
+        for set in [
+            ServerSet::Debian12,
+            ServerSet::Today,
+            ServerSet::TodayRedis,
+            ServerSet::Kafka39,
+        ] {
             assert_eq!(set.name().parse::<ServerSet>().expect("a set"), set);
         }
         let error = "yesterday".parse::<ServerSet>().expect_err("unknown");

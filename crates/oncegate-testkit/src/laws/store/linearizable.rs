@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Effect, Marker, Operation, Token, Verdict};
-use oncegate_core::{Key, Store};
+use oncegate_core::{Key, Store, StoreError};
 use tokio::sync::Barrier;
 
 use super::concurrency::handles;
@@ -156,6 +156,10 @@ impl RandomClient {
             for (((index, claimant, _), operation), answer) in
                 batch.into_iter().zip(operations).zip(answers)
             {
+                // Such an operation has no place in the order: it must have had no effect.
+                if matches!(answer, Err(StoreError::NotApplied(_))) {
+                    continue;
+                }
                 let verdict = answer.ok();
                 if let Some(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = verdict {
                     self.grants[index].push(Claimant {
@@ -285,7 +289,7 @@ fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> 
             };
             to_visit.extend(
                 entry
-                    .after(&event.operation, during, event.verdict)
+                    .after(&event.operation, during, event.during, event.verdict)
                     .into_iter()
                     .map(|entry| (taken | 1 << it, entry, from)),
             );
@@ -339,6 +343,23 @@ mod tests {
     fn order(rows: &[(u128, Ask, u64, u64, Option<Verdict>)]) -> Option<Linearization> {
         let (start, events) = events(rows);
         find_order(start, &events)
+    }
+
+    /// A claim takes its time, and is committed only after another client has seen no marker.
+    #[test]
+    fn a_lease_may_begin_before_the_claim_is_committed() {
+        let busy = |ms| {
+            Some(Verdict::Busy {
+                remaining: LONG - Duration::from_millis(ms),
+            })
+        };
+        let claimed = [
+            (1, Ask::Claim, 0, 100, GRANTED),
+            (2, Ask::Withdraw, 60, 61, Some(Verdict::Lost)),
+        ];
+        let then = |verdict| [&claimed[..], &[(3, Ask::Claim, 101, 102, verdict)]].concat();
+        assert_eq!(order(&then(busy(100))), Some(Linearization::Found));
+        assert_eq!(order(&then(busy(130))), Some(Linearization::NotFound));
     }
 
     const BUSY: Option<Verdict> = Some(Verdict::Busy { remaining: LONG });

@@ -1,0 +1,136 @@
+//! PostgreSQL.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use super::ServerError;
+use super::port::free_ports;
+use super::server::{Server, ServerKind, run_program, temporary_directory};
+use super::server_set::ServerSet;
+
+/// Where Debian installs PostgreSQL, each release in a directory of its own.
+const PROGRAMS: &str = "/usr/lib/postgresql";
+
+/// The user that runs the server, because PostgreSQL refuses to run as root.
+const USER: &str = "postgres";
+
+/// A PostgreSQL server with one superuser `postgres`, without a password. Needs Debian's package
+/// `postgresql`.
+pub type PostgresServer = Server<Postgres>;
+
+/// The kind of a [`PostgresServer`].
+#[derive(Debug)]
+pub struct Postgres {
+    port: u16,
+    settings: Vec<(String, String)>,
+}
+
+impl PostgresServer {
+    /// Starts a server with these settings of `postgresql.conf` and returns when it answers. Its
+    /// settings are PostgreSQL's defaults: each commit is synced to the disk.
+    ///
+    /// # Errors
+    /// [`ServerError`], with the end of the server's log, when it does not start.
+    pub fn start(settings: &[(&str, &str)]) -> Result<Self, ServerError> {
+        let [port] = free_ports(Postgres::NAME)?;
+        let directory = temporary_directory(Postgres::NAME)?;
+        if rustix::process::geteuid().is_root() {
+            let mut chown = Command::new("chown");
+            chown.arg(USER).arg(directory.path());
+            run_program(Postgres::NAME, &mut chown, "chown", Postgres::ADVICE)?;
+        }
+        let mut create = program("initdb");
+        create
+            .arg("-D")
+            .arg(data(directory.path()))
+            .args(["-A", "trust", "-U", USER, "-E", "UTF8"])
+            .args(["--no-sync", "--no-instructions"]);
+        let mut create = ServerSet::current()?.command(&create);
+        run_program(Postgres::NAME, &mut create, "initdb", Postgres::ADVICE)?;
+        let owned = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
+        let settings = settings.iter().map(owned).collect();
+        Self::launch(Postgres { port, settings }, directory)
+    }
+
+    /// The URL of the database `postgres` for its superuser.
+    pub fn url(&self) -> String {
+        format!("postgres://{USER}@127.0.0.1:{}/{USER}", self.port())
+    }
+
+    /// The port on 127.0.0.1. It does not change.
+    pub fn port(&self) -> u16 {
+        self.kind().port
+    }
+}
+
+impl ServerKind for Postgres {
+    const NAME: &'static str = "PostgreSQL";
+    const ADVICE: &'static str = "`cargo xtask setup` installs it (Debian's package is postgresql)";
+    const START_TIMEOUT: Duration = Duration::from_secs(60);
+    const IN_SERVER_SET: bool = true;
+    // SIGTERM waits until all clients have disconnected.
+    const STOP_SIGNAL: Signal = Signal::INT;
+
+    fn commands(&self, directory: &Path) -> Vec<Command> {
+        let mut command = program("postgres");
+        command.arg("-D").arg(data(directory));
+        command.args(["-p", &self.port.to_string()]);
+        command.args(["-c", "listen_addresses=127.0.0.1"]);
+        command.args(["-c", "unix_socket_directories="]);
+        for (name, value) in &self.settings {
+            command.args(["-c", &format!("{name}={value}")]);
+        }
+        vec![command]
+    }
+
+    fn answers(&self, _: u32, _: &str) -> bool {
+        accepts_sessions(self.port).unwrap_or(false)
+    }
+}
+
+/// Whether the server starts a session; it refuses that while it starts or recovers.
+fn accepts_sessions(port: u16) -> std::io::Result<bool> {
+    let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
+    stream.set_read_timeout(Some(Duration::from_secs(1)))?;
+    // Its length, the version of the protocol (3.0), and parameters that end with an empty name.
+    let mut startup = vec![0, 0, 0, 0, 0, 3, 0, 0];
+    startup.extend_from_slice(b"user\0postgres\0database\0postgres\0\0");
+    startup[3] = startup.len() as u8; // less than 256
+    stream.write_all(&startup)?;
+    let mut reply = [0];
+    stream.read_exact(&mut reply)?;
+    Ok(reply == *b"R") // authentication; an error would be `E`
+}
+
+fn data(directory: &Path) -> PathBuf {
+    directory.join("data")
+}
+
+/// A program of the newest release, run as [`USER`] if this process is root's. A shell looks for the
+/// release, because the files of another [`ServerSet`] are there only when the command runs.
+fn program(name: &str) -> Command {
+    let find = format!("exec \"$(ls -d {PROGRAMS}/*/bin/{name} | sort -V | tail -n 1)\" \"$@\"");
+    let mut command = if rustix::process::geteuid().is_root() {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", USER, "--regid", USER, "--init-groups", "sh"]);
+        command
+    } else {
+        Command::new("sh")
+    };
+    command.args(["-c", &find, name]);
+    command
+}
+
+/// Whether PostgreSQL is installed on the host.
+pub fn postgres_is_installed() -> bool {
+    std::fs::read_dir(PROGRAMS).is_ok_and(|releases| {
+        releases
+            .flatten()
+            .any(|release| release.path().join("bin/postgres").exists())
+    })
+}
