@@ -1,0 +1,120 @@
+//! Books messages of a queue in memory with an inbox, and with a loop that has the same two statements
+//! in each transaction, in turn, on as many connections. Prints messages per second. Creates the tables
+//! in the database of the URL, and leaves the rows.
+//!
+//! `ONCEGATE_POSTGRES=postgres://… cargo run --release -p oncegate-postgres --example inbox_speed -- [MESSAGES] [CONNECTIONS] [ROUNDS]`
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use oncegate_core::marker::Token;
+use oncegate_core::store::BoxError;
+use oncegate_core::{
+    Consumer, Context, Failure, FailureExt, IdSource, MemoryBroker, Message, TransactionalHandler,
+};
+use oncegate_postgres::{PostgresInbox, PostgresTransaction};
+use sqlx::postgres::PgPoolOptions;
+use sqlx::{Executor, PgPool};
+
+struct SpeedHandler;
+
+impl TransactionalHandler<PostgresInbox> for SpeedHandler {
+    type Payload = i64;
+
+    async fn handle(
+        &self,
+        cents: i64,
+        transaction: &mut PostgresTransaction,
+        cx: &Context,
+    ) -> Result<(), Failure> {
+        sqlx::query("INSERT INTO speed_ledger (id, cents) VALUES ($1, $2)")
+            .bind(cx.id())
+            .bind(cents)
+            .execute(transaction.connection())
+            .await
+            .retry()?;
+        Ok(())
+    }
+}
+
+#[tokio::main]
+async fn main() -> Result<(), BoxError> {
+    let mut arguments = std::env::args().skip(1);
+    let mut number = |default: usize| match arguments.next() {
+        Some(text) => text.parse(),
+        None => Ok(default),
+    };
+    let (messages, connections, rounds) = (number(10_000)?, number(16)?, number(5)?);
+    let url = std::env::var("ONCEGATE_POSTGRES").map_err(|_| "set ONCEGATE_POSTGRES")?;
+    let pool = PgPoolOptions::new().max_connections(u32::try_from(connections)?);
+    let pool = pool.connect(&url).await?;
+    pool.execute("CREATE TABLE IF NOT EXISTS speed_ledger (id text, cents int8); CREATE TABLE IF NOT EXISTS speed_processed (id text PRIMARY KEY)").await?;
+    let mut ratios = Vec::new();
+    for _ in 0..rounds {
+        let by_hand = by_hand(&pool, messages, connections).await?;
+        let inbox = with_inbox(&pool, messages).await?;
+        ratios.push(inbox / by_hand);
+        println!(
+            "by hand {by_hand:.0}/s, inbox {inbox:.0}/s, ratio {:.2}",
+            inbox / by_hand
+        );
+    }
+    ratios.sort_by(f64::total_cmp);
+    println!("median ratio {:.2}", ratios[rounds / 2]);
+    Ok(())
+}
+
+fn new_id() -> String {
+    format!("{:032x}", Token::random().0)
+}
+
+async fn with_inbox(pool: &PgPool, messages: usize) -> Result<f64, BoxError> {
+    let broker = MemoryBroker::new("speed");
+    for _ in 0..messages {
+        broker.publish(Message::new("1").with_message_id(new_id()));
+    }
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .inbox(PostgresInbox::new(pool.clone()).create_tables())
+        .transactional_handler(SpeedHandler)
+        .id(IdSource::message_id())
+        .build()?;
+    let began = Instant::now();
+    consumer.run_until(broker.drained()).await?;
+    Ok(messages as f64 / began.elapsed().as_secs_f64())
+}
+
+async fn by_hand(pool: &PgPool, messages: usize, connections: usize) -> Result<f64, BoxError> {
+    let left = Arc::new(AtomicUsize::new(messages));
+    let began = Instant::now();
+    let tasks = (0..connections).map(|_| {
+        let (pool, left) = (pool.clone(), left.clone());
+        tokio::spawn(async move {
+            let take = |left: usize| left.checked_sub(1);
+            while left
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
+                .is_ok()
+            {
+                let (id, mut transaction) = (new_id(), pool.begin().await?);
+                let record = sqlx::query(
+                    "INSERT INTO speed_processed (id) VALUES ($1) ON CONFLICT DO NOTHING",
+                );
+                let recorded = record.bind(&id).execute(&mut *transaction).await?;
+                if recorded.rows_affected() == 1 {
+                    let book = sqlx::query("INSERT INTO speed_ledger (id, cents) VALUES ($1, $2)");
+                    book.bind(&id)
+                        .bind(1_i64)
+                        .execute(&mut *transaction)
+                        .await?;
+                }
+                transaction.commit().await?;
+            }
+            Ok::<_, sqlx::Error>(())
+        })
+    });
+    for task in tasks.collect::<Vec<_>>() {
+        task.await??;
+    }
+    Ok(messages as f64 / began.elapsed().as_secs_f64())
+}

@@ -1,0 +1,166 @@
+//! A few connections to one server.
+
+use std::time::Duration;
+
+use oncegate_core::internal::{Lock, Problem, StoreFailure, milliseconds};
+use sqlx::postgres::{PgConnectOptions, PgConnection};
+use sqlx::{AssertSqlSafe, Connection, Executor};
+use tokio::sync::{Semaphore, SemaphorePermit};
+
+use crate::failure::{self, StatementStage};
+
+/// Two batches at a time, and one statement of a tool or of the deletion of expired markers.
+const MAX_CONNECTIONS: usize = 3;
+
+/// The settings of each session. The planner's estimates for arrays, and the statistics of a table that grows quickly, are
+/// wrong by orders of magnitude: without these settings it may read the whole table for each batch.
+///
+/// `synchronous_commit` is on, also if the server's setting is changed to `off` later: an answered operation
+/// survives a crash.
+///
+/// Followed by `statement_timeout`: a statement that waits for a lock ends when the store gives it up. Otherwise each retry would
+/// leave one more session behind, up to `max_connections`.
+const SESSION: &str = "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off; SET jit = off;
+    SET plan_cache_mode = force_generic_plan; SET default_transaction_isolation = 'read committed';
+    SELECT set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), false)";
+
+/// The connections of one store.
+pub(crate) struct PostgresConnections {
+    options: Result<PgConnectOptions, Problem>,
+    statement_timeout: Duration,
+    permits: Semaphore,
+    idle: Lock<Vec<PgConnection>>,
+}
+
+/// A connection in use. Dropping it closes the connection; [`put_back`](Self::put_back) keeps it.
+pub(crate) struct ConnectionGuard<'a> {
+    pub(crate) connection: PgConnection,
+    connections: &'a PostgresConnections,
+    _permit: SemaphorePermit<'a>,
+}
+
+impl PostgresConnections {
+    pub(crate) fn new(
+        options: Result<PgConnectOptions, Problem>,
+        statement_timeout: Duration,
+    ) -> Self {
+        Self {
+            options,
+            statement_timeout,
+            permits: Semaphore::new(MAX_CONNECTIONS),
+            idle: Lock::default(),
+        }
+    }
+
+    pub(crate) fn options(&self) -> &Result<PgConnectOptions, Problem> {
+        &self.options
+    }
+
+    /// The address of the server, without secrets.
+    pub(crate) fn server(&self) -> String {
+        match &self.options {
+            Ok(options) => {
+                let database = options.get_database().unwrap_or(options.get_username());
+                format!("{}:{}/{database}", options.get_host(), options.get_port())
+            }
+            Err(_) => "an invalid address".to_owned(),
+        }
+    }
+
+    /// An idle connection, or a new one.
+    pub(crate) async fn take(&self) -> Result<ConnectionGuard<'_>, StoreFailure> {
+        let options = match &self.options {
+            Ok(options) => options,
+            Err(problem) => return Err(StoreFailure::Misconfigured(problem.clone())),
+        };
+        let permit = self
+            .permits
+            .acquire()
+            .await
+            .map_err(|_| StoreFailure::not_applied("the store is closed"))?;
+        let idle = self.idle.lock().pop();
+        let connection = match idle {
+            Some(connection) => connection,
+            None => self
+                .connect(options)
+                .await
+                .map_err(|error| failure::of(error, StatementStage::Connecting, &self.server()))?,
+        };
+        Ok(ConnectionGuard {
+            connection,
+            connections: self,
+            _permit: permit,
+        })
+    }
+
+    async fn connect(&self, options: &PgConnectOptions) -> Result<PgConnection, sqlx::Error> {
+        let mut connection = PgConnection::connect_with(options).await?;
+        let timeout = milliseconds(self.statement_timeout).max(1);
+        let session = format!("{SESSION}; SET statement_timeout = {timeout}");
+        connection.execute(AssertSqlSafe(session)).await?;
+        Ok(connection)
+    }
+
+    /// Closes the idle connections: one has failed, so the server was probably restarted.
+    pub(crate) fn forget_idle(&self) {
+        self.idle.lock().clear();
+    }
+
+    /// Runs a request within a timeout. An error is of this stage; a request that changes nothing is of
+    /// [`StatementStage::Connecting`], because it can always be repeated.
+    pub(crate) async fn request<T>(
+        &self,
+        timeout: Duration,
+        stage: StatementStage,
+        request: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, StoreFailure> {
+        let run = async {
+            let mut taken = self.take().await?;
+            match request(&mut taken.connection).await {
+                Ok(answer) => {
+                    taken.put_back();
+                    Ok(answer)
+                }
+                Err(error) => {
+                    self.forget_idle();
+                    Err(failure::of(error, stage, &self.server()))
+                }
+            }
+        };
+        let ended = tokio::time::timeout(timeout, run).await;
+        ended.unwrap_or_else(|_| {
+            let text = self.no_answer(timeout);
+            Err(match stage {
+                StatementStage::Connecting => StoreFailure::not_applied(text),
+                StatementStage::Executing | StatementStage::Migrating => {
+                    StoreFailure::unknown(text)
+                }
+            })
+        })
+    }
+
+    /// Runs a request that changes nothing, within a timeout.
+    pub(crate) async fn read<T>(
+        &self,
+        timeout: Duration,
+        request: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, StoreFailure> {
+        self.request(timeout, StatementStage::Connecting, request)
+            .await
+    }
+
+    /// The text of a timeout.
+    pub(crate) fn no_answer(&self, timeout: Duration) -> String {
+        format!(
+            "no answer from PostgreSQL at {} within {timeout:?}; check its load and the network, or raise Postgres::timeout",
+            self.server()
+        )
+    }
+}
+
+impl ConnectionGuard<'_> {
+    /// Keeps the connection for the next request.
+    pub(crate) fn put_back(self) {
+        self.connections.idle.lock().push(self.connection);
+    }
+}

@@ -1,0 +1,421 @@
+//! The inbox: records of messages in the transactions of their handlers.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use oncegate_core::inbox::{Begun, CommitError};
+use oncegate_core::internal::{MarkerColumns, StoreFailure, milliseconds};
+use oncegate_core::marker::{Age, Marker, Operation, Verdict, apply};
+use oncegate_core::store::BoxError;
+use oncegate_core::{Guarantee, Inbox, Persistence, Store, StoreError};
+use sqlx::postgres::PgConnection;
+use sqlx::{Connection, Executor, PgPool, Row, Transaction, query};
+
+use crate::apply::{expires_after, unreadable};
+use crate::failure;
+use crate::preflight;
+use crate::statement::{FoundRow, found};
+use crate::store::Postgres;
+
+/// How long a transaction waits for another one with the same record before it gives its connection
+/// back.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Added to the longest run of a handler, after which the server ends an idle transaction: that of a
+/// process whose machine was lost, for example.
+const IDLE_MARGIN: Duration = Duration::from_secs(10);
+
+/// Inserts the record, or replaces one that has expired. Waits for another transaction with the same
+/// key, within the lock timeout $5, which this statement ends again. Limits for how long the transaction
+/// may be idle ($6). Returns the id of this transaction and the table; no row if there is a live record.
+const INSERT: &str = "
+WITH settings AS MATERIALIZED (
+    SELECT set_config('oncegate.lock_timeout',
+            coalesce(nullif(current_setting('oncegate.lock_timeout', true), ''), current_setting('lock_timeout')), true),
+        set_config('lock_timeout', $5, true), set_config('idle_in_transaction_session_timeout', $6, true)
+)
+INSERT INTO oncegate_markers AS m (key, expires, state, fingerprint)
+SELECT $1, floor(extract(epoch FROM statement_timestamp()) * 1000)::int8 + $2, 0, $3 FROM settings
+ON CONFLICT (key) DO UPDATE SET expires = excluded.expires, state = 0, fingerprint = excluded.fingerprint, attempt = NULL,
+    base = NULL, crashes = NULL, effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
+WHERE m.expires <= excluded.expires - $2 OR $4
+RETURNING pg_current_xact_id()::text, m.tableoid::int8, set_config('lock_timeout', current_setting('oncegate.lock_timeout'), true)";
+
+/// The id of the current transaction, which fails after a failed statement. Its commit survives a crash of
+/// the server, also if the handler or an operator has set `synchronous_commit` to `off`.
+const CURRENT: &str = "SELECT pg_current_xact_id_if_assigned()::text,
+    set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), true)";
+
+/// Whether a transaction, which has ended, committed the record of a key.
+const COMMITTED: &str =
+    "SELECT xmin::text = $2::xid8::xid::text FROM oncegate_markers WHERE key = $1";
+
+/// The rows of some keys.
+const LOOK: &str = "
+WITH clock AS MATERIALIZED (SELECT floor(extract(epoch FROM statement_timestamp()) * 1000)::int8 AS now)
+SELECT m.key, m.xmin::text, greatest(m.expires, 0) - now, m.state, m.fingerprint, m.attempt, m.base, m.crashes, m.effect, m.token,
+    m.lease, m.horizon, m.guarantee
+FROM clock, unnest($1::text[]) AS wanted (key) JOIN oncegate_markers AS m ON m.key = wanted.key";
+
+/// The row of the key that the record was not inserted for, locked.
+const LOCK: &str = "
+SELECT m.key, m.xmin::text, greatest(m.expires, 0) - floor(extract(epoch FROM clock_timestamp()) * 1000)::int8, m.state, m.fingerprint,
+    m.attempt, m.base, m.crashes, m.effect, m.token, m.lease, m.horizon, m.guarantee
+FROM oncegate_markers AS m WHERE m.key = $1 FOR UPDATE";
+
+/// Records messages in the transactions of their handlers, in the table `oncegate_markers` of a
+/// PostgreSQL database, version 14 or newer: the changes of a message are committed exactly once.
+///
+/// Each message has a transaction on a connection of the pool, in its default isolation level. A
+/// second copy of a message waits until the transaction of the first has ended. Records are looked up
+/// over up to three connections that do not count as the pool's.
+///
+/// Expired records are deleted in the background.
+///
+/// ```no_run
+/// # use oncegate_core::{Consumer, Context, Failure, FailureExt, IdSource, MemoryBroker, TransactionalHandler};
+/// use oncegate_postgres::{PostgresInbox, PostgresTransaction};
+///
+/// struct Book;
+///
+/// impl TransactionalHandler<PostgresInbox> for Book {
+///     type Payload = i64;
+///
+///     async fn handle(&self, cents: i64, transaction: &mut PostgresTransaction, cx: &Context) -> Result<(), Failure> {
+///         let insert = sqlx::query("INSERT INTO ledger (id, cents) VALUES ($1, $2)").bind(cx.id()).bind(cents);
+///         insert.execute(transaction.connection()).await.retry()?;
+///         Ok(())
+///     }
+/// }
+///
+/// # async fn example(broker: MemoryBroker) -> Result<(), Box<dyn std::error::Error>> {
+/// let pool = sqlx::PgPool::connect("postgres://ledger:secret@localhost/ledger").await?;
+/// Consumer::builder()
+///     .source(broker.source())
+///     .inbox(PostgresInbox::new(pool).create_tables())
+///     .transactional_handler(Book)
+///     .id(IdSource::message_id())
+///     .run_until(oncegate_core::shutdown_signal())
+///     .await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct PostgresInbox {
+    pool: PgPool,
+    store: Postgres,
+    /// The table that the check at the start has found.
+    table: Arc<OnceLock<i64>>,
+}
+
+/// The transaction of one message, with its record. The consumer commits it; dropped, it is rolled
+/// back.
+pub struct PostgresTransaction {
+    transaction: Transaction<'static, sqlx::Postgres>,
+    /// The id that PostgreSQL gave the transaction.
+    id: String,
+    key: String,
+}
+
+impl PostgresInbox {
+    /// The inbox in the database of this pool. The schema of the tables is found as by
+    /// [`Postgres::url`].
+    pub fn new(pool: PgPool) -> Self {
+        let store = Postgres::pool(&pool);
+        Self {
+            pool,
+            store,
+            table: Arc::default(),
+        }
+    }
+
+    /// Creates the tables at the start: [`Postgres::create_tables`].
+    #[must_use]
+    pub fn create_tables(mut self) -> Self {
+        self.store = self.store.create_tables();
+        self
+    }
+
+    /// Where the connections of the pool find the table, and what they may do.
+    async fn inspect_pool(&self) -> Result<preflight::PostgresState, StoreFailure> {
+        let inspect = async {
+            let mut connection = self.pool.acquire().await?;
+            preflight::inspect(&mut connection).await
+        };
+        inspect.await.map_err(|error| {
+            failure::of(
+                error,
+                failure::StatementStage::Connecting,
+                &self.store.connections().server(),
+            )
+        })
+    }
+}
+
+impl PostgresTransaction {
+    /// The connection, on which everything belongs to the transaction. A savepoint is
+    /// `transaction.connection().begin()`.
+    ///
+    /// Do not execute `COMMIT` or `ROLLBACK` here: the consumer then finds that its transaction has
+    /// ended, and dead-letters the message. Nor `SET`, which would outlast the transaction: use
+    /// `SET LOCAL`.
+    pub fn connection(&mut self) -> &mut PgConnection {
+        &mut self.transaction
+    }
+}
+
+impl Inbox for PostgresInbox {
+    type Transaction = PostgresTransaction;
+
+    fn described(&self) -> String {
+        self.store.described()
+    }
+
+    fn max_transactions(&self) -> usize {
+        usize::try_from(self.pool.options().get_max_connections()).unwrap_or(usize::MAX)
+    }
+
+    async fn preflight(&self) -> Result<(), StoreError> {
+        self.store.preflight(Guarantee::EffectivelyOnce).await?;
+        let server = self.store.connections().server();
+        let of_pool = self.inspect_pool().await?;
+        of_pool.check_server(&server)?;
+        let of_store = self
+            .store
+            .connections()
+            .read(self.store.timeout_setting(), preflight::inspect)
+            .await?;
+        let table = of_pool.check_same_table(&of_store, &server)?;
+        let _ = self.table.set(table); // found before by a clone
+        Ok(())
+    }
+
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
+        Ok(self.inspect_pool().await?.persistence())
+    }
+
+    async fn look(
+        &self,
+        claims: &[Operation],
+    ) -> Result<Vec<Result<Verdict, StoreError>>, StoreError> {
+        self.store.count_operations(claims.len());
+        let keys: Vec<&str> = claims.iter().map(|claim| claim.key.as_str()).collect();
+        let read = async |connection: &mut PgConnection| {
+            let rows = query(LOOK).bind(&keys).fetch_all(connection).await?;
+            rows.iter()
+                .map(|row| Ok((row.try_get::<String, _>(0)?, found(row, 1)?)))
+                .collect::<Result<HashMap<_, _>, sqlx::Error>>()
+        };
+        let rows = self
+            .store
+            .connections()
+            .read(self.store.timeout_setting(), read)
+            .await?;
+        Ok(claims
+            .iter()
+            .map(|claim| verdict(claim, rows.get(claim.key.as_str())))
+            .collect())
+    }
+
+    async fn begin(
+        &self,
+        claim: &Operation,
+        longest_run: Duration,
+    ) -> Result<Begun<PostgresTransaction>, BoxError> {
+        // A task, because sqlx puts the connection of a `begin` that is dropped back with an open
+        // transaction.
+        let pool = self.pool.clone();
+        let mut transaction = tokio::spawn(async move { pool.begin().await }).await??;
+        let mut inserted = insert(&mut transaction, claim, longest_run, Replace::Expired).await?;
+        if inserted.is_none() {
+            let row = query(LOCK).bind(claim.key.as_str());
+            let row = row.fetch_optional(&mut *transaction).await?;
+            let row = row.map(|row| found(&row, 1)).transpose()?;
+            match verdict(claim, row.as_ref())? {
+                Verdict::Granted(_) => {
+                    inserted = insert(&mut transaction, claim, longest_run, Replace::Any).await?;
+                }
+                verdict => {
+                    transaction.rollback().await?;
+                    return Ok(Begun::Found(verdict));
+                }
+            }
+        }
+        let (id, table) = inserted.ok_or("PostgreSQL returned no id of the transaction")?;
+        if self.table.get().is_some_and(|found| *found != table) {
+            return Err(
+                "this session finds another table oncegate_markers than at the start: use SET LOCAL search_path in the handler".into(),
+            );
+        }
+        Ok(Begun::Transaction(PostgresTransaction {
+            transaction,
+            id,
+            key: claim.key.as_str().to_owned(),
+        }))
+    }
+
+    async fn commit(&self, mut ended: PostgresTransaction) -> Result<(), CommitError> {
+        // PostgreSQL answers the COMMIT of a transaction in which a statement failed without an
+        // error, and rolls it back. This finds that out, too.
+        match ended.state().await {
+            TransactionState::Current => {}
+            TransactionState::Failed => {
+                self.roll_back(ended).await?;
+                return Err(CommitError::RolledBack(
+                    "a statement of the handler failed, and the handler returned Ok: return its error, or use a savepoint".into(),
+                ));
+            }
+            TransactionState::Other => return Err(ended.ended_by_handler().await),
+            // The COMMIT was not sent.
+            TransactionState::Lost(error) => return Err(CommitError::RolledBack(error.into())),
+        }
+        ended.transaction.commit().await.map_err(|error| {
+            if failure::was_rolled_back(&error) {
+                CommitError::RolledBack(error.into())
+            } else {
+                CommitError::Unknown(error.into())
+            }
+        })
+    }
+
+    async fn rollback(&self, mut ended: PostgresTransaction) -> Result<(), CommitError> {
+        match ended.state().await {
+            TransactionState::Other => Err(ended.ended_by_handler().await),
+            TransactionState::Lost(_) => Ok(()), // the server rolls back
+            TransactionState::Current | TransactionState::Failed => self.roll_back(ended).await,
+        }
+    }
+}
+
+/// Which transaction a connection is in.
+enum TransactionState {
+    /// That of the message.
+    Current,
+    /// One in which a statement failed.
+    Failed,
+    /// Another one, or none.
+    Other,
+    /// Unknown: the connection is lost.
+    Lost(sqlx::Error),
+}
+
+impl PostgresTransaction {
+    async fn state(&mut self) -> TransactionState {
+        // A `begin` that fails, because an earlier statement has, makes sqlx roll back all.
+        if !self.transaction.is_in_transaction() {
+            return TransactionState::Other;
+        }
+        let current = query(CURRENT).fetch_one(&mut *self.transaction).await;
+        match current.and_then(|row| row.try_get::<Option<String>, _>(0)) {
+            Ok(current) if current.as_ref() == Some(&self.id) => TransactionState::Current,
+            Ok(_) => TransactionState::Other,
+            Err(error) if is_aborted(&error) => TransactionState::Failed,
+            Err(error) => TransactionState::Lost(error),
+        }
+    }
+
+    /// Rolls back what the handler left open, and returns the error.
+    async fn ended_by_handler(self) -> CommitError {
+        let _ = self.transaction.rollback().await; // fails if nothing is open
+        CommitError::EndedByHandler(
+            "the handler ended its transaction, so its changes and the record of the message may not have been committed \
+             together: remove COMMIT and ROLLBACK from the handler, return the error of a statement before the next one, and \
+             check the rows of this message"
+                .into(),
+        )
+    }
+}
+
+impl PostgresInbox {
+    /// Rolls back. If a statement failed, that may have been in another transaction, which the handler
+    /// began after it had committed the first.
+    async fn roll_back(&self, mut ended: PostgresTransaction) -> Result<(), CommitError> {
+        if ended.transaction.execute("ROLLBACK").await.is_err() {
+            return Ok(());
+        }
+        let committed = query(COMMITTED).bind(&ended.key).bind(&ended.id);
+        let committed = committed.fetch_optional(&mut *ended.transaction).await;
+        let committed = committed.and_then(|row| row.map(|row| row.try_get(0)).transpose());
+        if let Ok(Some(true)) = committed {
+            return Err(ended.ended_by_handler().await);
+        }
+        let _ = ended.transaction.rollback().await; // for sqlx: nothing is open
+        Ok(())
+    }
+}
+
+/// Which rows the record may replace.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Replace {
+    Expired,
+    Any,
+}
+
+/// Inserts the record of a claim. Returns the id of the transaction and the table, or `None` if there is
+/// a row that may not be replaced.
+async fn insert(
+    connection: &mut PgConnection,
+    claim: &Operation,
+    longest_run: Duration,
+    replace: Replace,
+) -> Result<Option<(String, i64)>, sqlx::Error> {
+    let columns = MarkerColumns::of(Marker::Done(claim.terms.fingerprint));
+    let time_to_live = claim.terms.window.saturating_add(longest_run);
+    let idle = milliseconds(longest_run.saturating_add(IDLE_MARGIN)).min(i32::MAX.into());
+    let inserted = query(INSERT)
+        .bind(claim.key.as_str())
+        .bind(expires_after(time_to_live))
+        .bind(columns.and_then(|columns| columns.fingerprint))
+        .bind(replace == Replace::Any)
+        .bind(milliseconds(LOCK_TIMEOUT).to_string())
+        .bind(idle.to_string())
+        .fetch_optional(connection)
+        .await?;
+    inserted
+        .map(|row| Ok((row.try_get(0)?, row.try_get(1)?)))
+        .transpose()
+}
+
+/// What a row says about a claim.
+fn verdict(claim: &Operation, row: Option<&FoundRow>) -> Result<Verdict, StoreError> {
+    let key = claim.key.as_str();
+    let (marker, age) = match row {
+        Some(FoundRow::Row { left, row, .. }) if *left > 0 => {
+            let marker = row.marker().map_err(|_| unreadable(key))?;
+            (marker, row.age(*left))
+        }
+        Some(FoundRow::Unreadable) => return Err(unreadable(key).into()),
+        Some(FoundRow::Row { .. } | FoundRow::Missing) | None => {
+            (Marker::Absent, Age::Of(Duration::ZERO))
+        }
+    };
+    Ok(apply(marker, age, claim).1)
+}
+
+/// Whether an earlier statement of the transaction failed.
+fn is_aborted(error: &sqlx::Error) -> bool {
+    let error = error.as_database_error().and_then(|error| error.code());
+    error.as_deref() == Some("25P02")
+}
+
+impl fmt::Debug for PostgresInbox {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresInbox")
+            .field("store", &self.store)
+            .field(
+                "max_connections",
+                &self.pool.options().get_max_connections(),
+            )
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for PostgresTransaction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresTransaction")
+            .field("id", &self.id)
+            .finish_non_exhaustive()
+    }
+}

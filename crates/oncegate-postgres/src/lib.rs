@@ -1,0 +1,24 @@
+//! The PostgreSQL store of oncegate: [`Postgres::url`], or [`Postgres::pool`] with the options of an
+//! sqlx pool; PostgreSQL 14 or newer.
+//!
+//! Its metrics are [`POSTGRES_METRICS`]; call [`describe`](oncegate_core::metric::Metric::describe) on each.
+//!
+//! A batch of claims of new ids and of completions is one statement: one round trip and one commit.
+#![forbid(unsafe_code)]
+
+mod apply;
+mod browse;
+mod connections;
+mod failure;
+mod inbox;
+mod metric;
+mod preflight;
+mod schema;
+mod statement;
+mod store;
+mod sweep;
+
+pub use browse::PostgresBrowse;
+pub use inbox::{PostgresInbox, PostgresTransaction};
+pub use metric::POSTGRES_METRICS;
+pub use store::Postgres;

@@ -1,0 +1,114 @@
+//! The tables, and how they are created and updated.
+
+use oncegate_core::internal::{Problem, StoreFailure};
+use sqlx::postgres::PgConnection;
+use sqlx::{Connection, Executor, Row};
+
+/// The version of the tables that this release reads and writes.
+pub(crate) const VERSION: i32 = 1;
+
+/// The statements that lead from each version to the next.
+///
+/// `fillfactor` leaves room on the page of a claim for its completion, which then changes no index. The settings of autovacuum are
+/// lower than PostgreSQL's, by which a fifth of the rows may be dead before it starts.
+const MIGRATIONS: [&str; VERSION as usize] = ["
+CREATE TABLE oncegate_markers ( -- what oncegate remembers, one row per id; times in milliseconds, by this server's clock
+    key         text COLLATE \"C\" PRIMARY KEY, -- <id>, or <scope>|<id>
+    expires     int8 NOT NULL, -- since 1970; the row counts as absent from then on
+    state       int2 NOT NULL, -- 0 done, 1 cleared, 2 in progress, 3 in doubt, 4 in doubt and being reconciled, 5 rejected
+    guarantee   int2, -- of the holder: 0 at most once, 1 effectively once, 2 bare
+    effect      int2, -- what earlier attempts may have done: 0 nothing, 1 unknown
+    fingerprint int8, -- of the body, if bodies are compared
+    attempt     int8, -- the number of the last attempt, the fencing token
+    base        int8, -- how many attempts max_attempts does not count
+    crashes     int8, -- how many leases ended without an outcome
+    lease       int8,
+    horizon     int8, -- from the last write until it expires
+    token       bytea -- the claim that holds the id
+) WITH (fillfactor = 60, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05,
+    autovacuum_analyze_scale_factor = 0.05)"];
+
+/// The state of the tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SchemaVersion {
+    Missing,
+    Found(i32),
+}
+
+/// The version of the tables.
+///
+/// # Errors
+/// PostgreSQL's.
+pub(crate) async fn version(connection: &mut PgConnection) -> Result<SchemaVersion, sqlx::Error> {
+    let exists = sqlx::query("SELECT to_regclass('oncegate_schema') IS NOT NULL AND to_regclass('oncegate_markers') IS NOT NULL")
+        .fetch_one(&mut *connection)
+        .await?;
+    if !exists.try_get::<bool, _>(0)? {
+        return Ok(SchemaVersion::Missing);
+    }
+    let row = sqlx::query("SELECT max(version) FROM oncegate_schema")
+        .fetch_one(connection)
+        .await?;
+    Ok(row
+        .try_get::<Option<i32>, _>(0)?
+        .map_or(SchemaVersion::Missing, SchemaVersion::Found))
+}
+
+/// What is wrong with the version of the tables, and what to do.
+pub(crate) fn check(found: SchemaVersion) -> Result<(), StoreFailure> {
+    let remedy = match found {
+        SchemaVersion::Found(VERSION) => return Ok(()),
+        SchemaVersion::Missing => {
+            "the table oncegate_markers does not exist in the search_path of this user: create it with \
+             Postgres::create_tables or Postgres::migrate"
+                .to_owned()
+        }
+        SchemaVersion::Found(older) if older < VERSION => format!(
+            "the tables have version {older}, this release needs {VERSION}: update them with \
+             Postgres::create_tables or Postgres::migrate"
+        ),
+        SchemaVersion::Found(newer) => {
+            format!("the tables have version {newer}, this release knows {VERSION}: upgrade oncegate here")
+        }
+    };
+    Err(StoreFailure::Misconfigured(Problem::new(remedy)))
+}
+
+/// Creates or updates the tables, in one transaction. Returns the version before.
+///
+/// # Errors
+/// PostgreSQL's.
+pub(crate) async fn migrate(connection: &mut PgConnection) -> Result<SchemaVersion, sqlx::Error> {
+    let mut transaction = connection.begin().await?;
+    transaction
+        .execute("SET LOCAL statement_timeout = 0")
+        .await?;
+    // Several processes may start at the same time. The number is random.
+    transaction
+        .execute("SELECT pg_advisory_xact_lock(7310482266195035741)")
+        .await?;
+    let before = version(&mut transaction).await?;
+    let from = match before {
+        SchemaVersion::Missing => 0,
+        SchemaVersion::Found(version) => version,
+    };
+    if from == 0 {
+        transaction
+            .execute(
+                "CREATE TABLE IF NOT EXISTS oncegate_schema (version int4 PRIMARY KEY, applied timestamptz NOT NULL DEFAULT now())",
+            )
+            .await?;
+    }
+    for (index, migration) in MIGRATIONS.into_iter().enumerate() {
+        let number = index as i32 + 1;
+        if number > from {
+            transaction.execute(migration).await?;
+            sqlx::query("INSERT INTO oncegate_schema (version) VALUES ($1) ON CONFLICT DO NOTHING")
+                .bind(number)
+                .execute(&mut *transaction)
+                .await?;
+        }
+    }
+    transaction.commit().await?;
+    Ok(before)
+}

@@ -1,0 +1,205 @@
+//! The statement that executes a batch of steps, and its parameters.
+
+use oncegate_core::internal::MarkerColumns;
+use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{Row, query};
+
+/// One step for each key, all in one transaction. A step that does not apply changes nothing. The last SELECT returns the
+/// row of each key whose step was not applied, as it was before this statement: all parts of a statement see the same snapshot. A step
+/// that lost a race is decided again by a stale row, and the next statement, with its own snapshot, does not apply it.
+///
+/// Kinds: 0 insert; 1 write and 3 delete, if the row is still that of the version `seen`; 2 write, if the row is a live claim with
+/// this token and attempt; 4 read. A version is `xmin`, the transaction that wrote the row: each write has a transaction of its own, and a
+/// version is used within one call.
+const APPLY: &str = "
+WITH clock AS MATERIALIZED (SELECT floor(extract(epoch FROM statement_timestamp()) * 1000)::int8 AS now),
+step AS MATERIALIZED (
+    SELECT s.*, clock.now, clock.now + s.time_to_live AS expires FROM clock, unnest(
+        $1::text[], $2::int2[], $3::text[], $4::bytea[], $5::int8[], $6::int8[], $7::int2[], $8::int8[], $9::int8[], $10::int8[],
+        $11::int8[], $12::int2[], $13::bytea[], $14::int8[], $15::int8[], $16::int2[]
+    ) AS s (key, kind, seen, own_token, own_attempt, time_to_live, state, fingerprint, attempt, base, crashes, effect, token, lease,
+        horizon, guarantee)
+),
+inserted AS (
+    INSERT INTO oncegate_markers AS m
+        (key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
+    SELECT key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee
+    FROM step WHERE kind = 0 ORDER BY key
+    ON CONFLICT (key) DO NOTHING RETURNING m.key
+),
+updated AS (
+    UPDATE oncegate_markers AS m SET expires = s.expires, state = s.state, fingerprint = s.fingerprint, attempt = s.attempt,
+        base = s.base, crashes = s.crashes, effect = s.effect, token = s.token, lease = s.lease, horizon = s.horizon,
+        guarantee = s.guarantee
+    FROM step AS s
+    WHERE m.key = s.key AND CASE s.kind
+        WHEN 1 THEN m.xmin = s.seen::xid
+        WHEN 2 THEN m.state = 2 AND m.token = s.own_token AND m.attempt = s.own_attempt AND m.expires > s.now
+        ELSE false END
+    RETURNING m.key
+),
+deleted AS (
+    DELETE FROM oncegate_markers AS m USING step AS s
+    WHERE s.kind = 3 AND m.key = s.key AND m.xmin = s.seen::xid RETURNING m.key
+),
+applied AS MATERIALIZED (SELECT key FROM inserted UNION ALL SELECT key FROM updated UNION ALL SELECT key FROM deleted)
+SELECT key, true, NULL::text, NULL::int8, NULL::int2, NULL::int8, NULL::int8, NULL::int8, NULL::int8, NULL::int2, NULL::bytea,
+    NULL::int8, NULL::int8, NULL::int2
+FROM applied
+UNION ALL
+SELECT s.key, false, m.xmin::text, greatest(m.expires, 0) - s.now, m.state, m.fingerprint, m.attempt, m.base, m.crashes, m.effect, m.token,
+    m.lease, m.horizon, m.guarantee
+FROM step AS s LEFT JOIN oncegate_markers AS m ON m.key = s.key
+WHERE s.key NOT IN (SELECT key FROM applied)";
+
+/// What a step does, and on which condition.
+#[derive(Clone, Debug)]
+pub(crate) enum MarkerStep {
+    /// Inserts a row if there is none.
+    Insert(MarkerColumns, i64),
+    /// Writes the row if it has this version.
+    Replace(String, MarkerColumns, i64),
+    /// Writes the row if it is a live claim with this token and attempt.
+    ReplaceOwn(u128, u32, MarkerColumns, i64),
+    /// Deletes the row if it has this version.
+    Delete(String),
+    /// Reads the row.
+    Read,
+}
+
+/// The parameters of the statement, one array for each column. Times to live are in milliseconds.
+#[derive(Default)]
+pub(crate) struct Steps<'a> {
+    keys: Vec<&'a str>,
+    kinds: Vec<i16>,
+    seen: Vec<Option<String>>,
+    own_tokens: Vec<Option<[u8; 16]>>,
+    own_attempts: Vec<Option<i64>>,
+    times_to_live: Vec<Option<i64>>,
+    rows: Vec<MarkerColumns>,
+}
+
+/// What became of a step.
+#[derive(Debug)]
+pub(crate) enum MarkerStepResult {
+    Applied,
+    /// It was not applied.
+    Found(FoundRow),
+}
+
+/// The row of a key.
+#[derive(Clone, Debug)]
+pub(crate) enum FoundRow {
+    Missing,
+    /// Its token has another length than this release writes.
+    Unreadable,
+    Row {
+        version: String,
+        /// The time until it expires, in milliseconds; negative if it has expired.
+        left: i64,
+        row: MarkerColumns,
+    },
+}
+
+impl<'a> Steps<'a> {
+    pub(crate) fn push(&mut self, key: &'a str, kind: MarkerStep) {
+        let (number, seen, own, written) = match kind {
+            MarkerStep::Insert(row, time_to_live) => (0, None, None, Some((row, time_to_live))),
+            MarkerStep::Replace(version, row, time_to_live) => {
+                (1, Some(version), None, Some((row, time_to_live)))
+            }
+            MarkerStep::ReplaceOwn(token, attempt, row, time_to_live) => {
+                (2, None, Some((token, attempt)), Some((row, time_to_live)))
+            }
+            MarkerStep::Delete(version) => (3, Some(version), None, None),
+            MarkerStep::Read => (4, None, None, None),
+        };
+        self.keys.push(key);
+        self.kinds.push(number);
+        self.seen.push(seen);
+        self.own_tokens
+            .push(own.map(|(token, _)| token.to_be_bytes()));
+        self.own_attempts
+            .push(own.map(|(_, attempt)| attempt.into()));
+        self.times_to_live
+            .push(written.map(|(_, time_to_live)| time_to_live));
+        self.rows
+            .push(written.map_or_else(MarkerColumns::default, |(row, _)| row));
+    }
+
+    /// Executes the steps; each key has at most one. Returns the result of each key, in any order.
+    pub(crate) async fn execute(
+        &self,
+        connection: &mut PgConnection,
+    ) -> Result<Vec<(String, MarkerStepResult)>, sqlx::Error> {
+        let rows = &self.rows;
+        let int8 = |column: fn(&MarkerColumns) -> Option<i64>| -> Vec<Option<i64>> {
+            rows.iter().map(column).collect()
+        };
+        let int2 = |column: fn(&MarkerColumns) -> Option<i16>| -> Vec<Option<i16>> {
+            rows.iter().map(column).collect()
+        };
+        let tokens: Vec<Option<[u8; 16]>> = rows
+            .iter()
+            .map(|row| row.token.map(u128::to_be_bytes))
+            .collect();
+        let answers = query(APPLY)
+            .bind(&self.keys)
+            .bind(&self.kinds)
+            .bind(&self.seen)
+            .bind(&self.own_tokens)
+            .bind(&self.own_attempts)
+            .bind(&self.times_to_live)
+            .bind(int2(|row| Some(row.state)))
+            .bind(int8(|row| row.fingerprint))
+            .bind(int8(|row| row.attempt))
+            .bind(int8(|row| row.base))
+            .bind(int8(|row| row.crashes))
+            .bind(int2(|row| row.effect))
+            .bind(tokens)
+            .bind(int8(|row| row.lease))
+            .bind(int8(|row| row.horizon))
+            .bind(int2(|row| row.guarantee))
+            .fetch_all(connection)
+            .await?;
+        answers
+            .iter()
+            .map(|answer| {
+                let key = answer.try_get::<String, _>(0)?;
+                let result = match answer.try_get(1)? {
+                    true => MarkerStepResult::Applied,
+                    false => MarkerStepResult::Found(found(answer, 2)?),
+                };
+                Ok((key, result))
+            })
+            .collect()
+    }
+}
+
+/// The row in the columns from `first`: version, time left, and those of [`MarkerColumns`].
+pub(crate) fn found(answer: &PgRow, first: usize) -> Result<FoundRow, sqlx::Error> {
+    let Some(version) = answer.try_get::<Option<String>, _>(first)? else {
+        return Ok(FoundRow::Missing);
+    };
+    let bytes = answer.try_get::<Option<&[u8]>, _>(first + 8)?;
+    let Ok(token) = bytes.map(<[u8; 16]>::try_from).transpose() else {
+        return Ok(FoundRow::Unreadable);
+    };
+    let row = MarkerColumns {
+        state: answer.try_get(first + 2)?,
+        fingerprint: answer.try_get(first + 3)?,
+        attempt: answer.try_get(first + 4)?,
+        base: answer.try_get(first + 5)?,
+        crashes: answer.try_get(first + 6)?,
+        effect: answer.try_get(first + 7)?,
+        token: token.map(u128::from_be_bytes),
+        lease: answer.try_get(first + 9)?,
+        horizon: answer.try_get(first + 10)?,
+        guarantee: answer.try_get(first + 11)?,
+    };
+    Ok(FoundRow::Row {
+        version,
+        left: answer.try_get(first + 1)?,
+        row,
+    })
+}

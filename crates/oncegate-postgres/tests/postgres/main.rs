@@ -1,0 +1,10 @@
+//! The PostgreSQL store against real servers. Needs `ONCEGATE_POSTGRES` and Debian's package
+//! `postgresql`.
+
+mod differential;
+mod faults;
+mod inbox;
+mod laws;
+mod preflight;
+mod support;
+mod sweep;
