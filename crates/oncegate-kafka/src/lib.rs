@@ -34,6 +34,6 @@ mod source;
 mod status;
 
 pub use metric::KAFKA_METRICS;
-pub use settings::{Kafka, KafkaLogin, OutOfRange, StartAt, TopicCreation};
+pub use settings::{GroupProtocol, Kafka, KafkaLogin, OutOfRange, StartAt, TopicCreation};
 pub use source::KafkaSource;
 pub use status::{BlockedBy, Blocker, KafkaStatus, PartitionStatus};

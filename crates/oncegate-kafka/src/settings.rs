@@ -41,6 +41,7 @@ pub struct Kafka {
     pub(crate) topics: Vec<String>,
     pub(crate) brokers: String,
     pub(crate) group: String,
+    pub(crate) group_protocol: GroupProtocol,
     pub(crate) destinations: Destinations,
     pub(crate) creation: TopicCreation,
     pub(crate) retention: Retention,
@@ -54,6 +55,27 @@ pub struct Kafka {
     pub(crate) status: KafkaStatus,
     security: Security,
     properties: Vec<(String, String)>,
+}
+
+/// The protocol with which a member joins its consumer group and receives its partitions.
+///
+/// Stop all members of a group before you change its protocol. In a rolling restart Kafka 4.3 refuses
+/// members of the other protocol as long as several classic ones use `cooperative-sticky`
+/// (KAFKA-18134): they wait. With the property `partition.assignment.strategy` set to `range` they are
+/// admitted. In a rolling restart a partition may be assigned to two members: nothing is lost and ids
+/// are handled once, but without order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GroupProtocol {
+    /// The protocol that all brokers support: one member of the group assigns the partitions, with
+    /// the assignor `cooperative-sticky` by default.
+    #[default]
+    Classic,
+    /// The protocol of KIP-848: the group coordinator assigns the partitions, one by one, and the
+    /// brokers define session timeout and heartbeat interval. Requires Kafka 4.0 or later.
+    ///
+    /// A second member with the same `group.instance.id` waits until the first has left.
+    Consumer,
 }
 
 /// Where a group without a committed offset starts.
@@ -157,6 +179,7 @@ impl Kafka {
             topics: names.into_iter().map(Into::into).collect(),
             brokers: String::new(),
             group: String::new(),
+            group_protocol: GroupProtocol::default(),
             destinations: Destinations::default(),
             creation: TopicCreation::default(),
             retention: Retention::default(),
@@ -181,6 +204,12 @@ impl Kafka {
     /// The consumer group. Its members share the partitions.
     pub fn group(mut self, group: impl Into<String>) -> Self {
         self.group = group.into();
+        self
+    }
+
+    /// The protocol of the consumer group; [`GroupProtocol::Classic`] by default.
+    pub fn group_protocol(mut self, protocol: GroupProtocol) -> Self {
+        self.group_protocol = protocol;
         self
     }
 
@@ -322,6 +351,7 @@ impl fmt::Debug for Kafka {
             .field("topics", &self.topics)
             .field("brokers", &self.brokers)
             .field("group", &self.group)
+            .field("group_protocol", &self.group_protocol)
             .field("start", &self.start)
             .field(
                 "properties",

@@ -58,7 +58,7 @@ pub struct ScenarioRunner<'a> {
     servers: HashMap<(Broker, Redis), TestServers>,
 }
 
-/// The Redis servers of a servers.
+/// The Redis servers of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Redis {
     Single,

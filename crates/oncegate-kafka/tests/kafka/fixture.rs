@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Delivery, Incoming, Limit, Position, Settled, Source};
-use oncegate_kafka::{Kafka, KafkaSource};
+use oncegate_kafka::{GroupProtocol, Kafka, KafkaSource};
 use oncegate_testkit::laws::source::accepted;
 use rdkafka::admin::{
     AdminClient, AdminOptions, AlterConfig, NewPartitions, NewTopic, ResourceSpecifier,
@@ -20,6 +20,10 @@ use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
 
 /// The time limit of each test step, on two busy cores and while a broker starts.
 pub(crate) const BOUND: Duration = Duration::from_secs(120);
+
+/// The environment variable with the group protocol of most tests: `classic`, the default, or
+/// `consumer`.
+const GROUP_PROTOCOL: &str = "ONCEGATE_GROUP_PROTOCOL";
 
 /// The configuration of unlimited retention.
 pub(crate) const UNLIMITED_RETENTION: [(&str, &str); 2] =
@@ -255,8 +259,20 @@ impl Topic {
         format!("{}.in-doubt", self.name)
     }
 
-    /// The source of most tests. Its group has the topic's name.
+    /// The source of most tests. Its group has the topic's name, and the group protocol of the
+    /// environment variable [`GROUP_PROTOCOL`].
     pub(crate) fn source(&self) -> Kafka {
+        match std::env::var(GROUP_PROTOCOL).as_deref() {
+            Ok("consumer") => self
+                .classic_source()
+                .group_protocol(GroupProtocol::Consumer),
+            Err(_) | Ok("" | "classic") => self.classic_source(),
+            Ok(other) => panic!("{GROUP_PROTOCOL}={other}: use classic or consumer"),
+        }
+    }
+
+    /// A source for tests of what only the classic group protocol has.
+    pub(crate) fn classic_source(&self) -> Kafka {
         Kafka::topic(&self.name)
             .brokers(&self.brokers)
             .group(&self.name)

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Delivery, Incoming, Limit, Source};
-use oncegate_kafka::{KafkaSource, KafkaStatus};
+use oncegate_kafka::{GroupProtocol, Kafka, KafkaSource, KafkaStatus};
 use tokio::sync::watch;
 
 use crate::fixture::*;
@@ -52,15 +52,21 @@ async fn wait_until_accepted(accepted: &Accepted, count: usize) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn members_that_join_and_leave_lose_nothing_and_accept_nothing_twice() {
-    join_and_leave("cooperative-sticky").await;
+    join_and_leave(|topic, _| topic.source()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_eager_group_loses_nothing_and_accepts_nothing_twice() {
-    join_and_leave("range").await;
+    join_and_leave(|topic, _| {
+        topic
+            .classic_source()
+            .property("partition.assignment.strategy", "range")
+    })
+    .await;
 }
 
-async fn join_and_leave(strategy: &str) {
+/// Three members; the first one leaves while the others consume.
+async fn join_and_leave(source: impl Fn(&Topic, usize) -> Kafka) {
     const PARTITIONS: i32 = 6;
     const EACH: usize = 2_000;
     let topic = Topic::new(PARTITIONS).await;
@@ -68,11 +74,9 @@ async fn join_and_leave(strategy: &str) {
         topic.send_numbers(partition, EACH).await;
     }
     let accepted = Accepted::default();
-    let member = async || {
+    let member = async |number| {
         let (leave, left) = watch::channel(());
-        let source = topic
-            .source()
-            .property("partition.assignment.strategy", strategy)
+        let source = source(&topic, number)
             .connect(ConnectOptions::default())
             .await
             .expect("a source");
@@ -82,11 +86,11 @@ async fn join_and_leave(strategy: &str) {
         )
     };
     let total = PARTITIONS as usize * EACH;
-    let first = member().await;
+    let first = member(0).await;
     wait_until_accepted(&accepted, total / 6).await;
-    let second = member().await;
+    let second = member(1).await;
     wait_until_accepted(&accepted, total / 2).await;
-    let third = member().await;
+    let third = member(2).await;
     wait_until_accepted(&accepted, total * 2 / 3).await;
     first.0.send(()).expect("a member");
     first.1.await.expect("left");
@@ -107,12 +111,136 @@ async fn join_and_leave(strategy: &str) {
     }
 }
 
+/// A member of a group whose members are replaced one after the other.
+struct Replaced {
+    accepted: Accepted,
+    leave: watch::Sender<()>,
+    left: tokio::task::JoinHandle<()>,
+}
+
+impl Replaced {
+    /// Joins, and returns once the member has accepted a message.
+    async fn join(kafka: Kafka) -> Self {
+        let source = kafka
+            .connect(ConnectOptions::default())
+            .await
+            .expect("a source");
+        let (accepted, (leave, leaving)) = (Accepted::default(), watch::channel(()));
+        let left = tokio::spawn(accept_all(source, accepted.clone(), leaving));
+        wait_until_accepted(&accepted, 1).await;
+        Self {
+            accepted,
+            leave,
+            left,
+        }
+    }
+
+    async fn leave(self) -> Accepted {
+        self.leave.send(()).expect("a member");
+        self.left.await.expect("left");
+        self.accepted
+    }
+}
+
+/// How the members of a group are replaced.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Restart {
+    /// Each one leaves after its successor has joined.
+    Rolling,
+    /// All leave before the first successor joins.
+    AllAtOnce,
+}
+
+/// Replaces two members by two others, while messages are published all the time.
+async fn replace_members(
+    restart: Restart,
+    from: impl Fn(Kafka) -> Kafka,
+    to: impl Fn(Kafka) -> Kafka,
+) {
+    const PARTITIONS: i32 = 6;
+    let topic = Arc::new(Topic::new(PARTITIONS).await);
+    let (end, ended) = watch::channel(());
+    let publisher = tokio::spawn({
+        let topic = topic.clone();
+        async move {
+            let mut count = 0;
+            while !ended.has_changed().expect("a sender") {
+                for partition in 0..PARTITIONS {
+                    topic.send_numbers(partition, 20).await;
+                }
+                count += 20;
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            count
+        }
+    });
+    let join_old = || Replaced::join(from(topic.classic_source()));
+    let join_new = || Replaced::join(to(topic.classic_source()));
+    let (first, second) = (join_old().await, join_old().await);
+    let (mut accepted, third, fourth);
+    match restart {
+        Restart::Rolling => {
+            third = join_new().await;
+            accepted = vec![first.leave().await];
+            fourth = join_new().await;
+            accepted.push(second.leave().await);
+        }
+        Restart::AllAtOnce => {
+            accepted = vec![first.leave().await, second.leave().await];
+            third = join_new().await;
+            fourth = join_new().await;
+        }
+    }
+    // All partitions have a new member, and more messages.
+    let before = fourth.accepted.lock().expect("no panic").len();
+    wait_until_accepted(&fourth.accepted, before + 1_000).await;
+    end.send(()).expect("a publisher");
+    let each: i64 = publisher.await.expect("published");
+    for partition in 0..PARTITIONS {
+        topic.await_commit(partition, each).await;
+    }
+    accepted.extend([third.leave().await, fourth.leave().await]);
+    let mut counts: HashMap<(u32, i64), usize> = HashMap::new();
+    for accepted in accepted {
+        for (message, count) in accepted.lock().expect("no panic").drain() {
+            *counts.entry(message).or_default() += count;
+        }
+    }
+    let twice = counts.values().filter(|count| **count > 1).count();
+    println!("{} accepted, {twice} of them twice", counts.len());
+    let all = usize::try_from(each).expect("a count") * PARTITIONS as usize;
+    assert_eq!(counts.len(), all, "lost");
+    // In a rolling restart the brokers assign some partitions to two members for a while. Then the
+    // marker prevents that a message is handled twice.
+    if restart == Restart::AllAtOnce {
+        assert_eq!(twice, 0);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_group_that_is_stopped_changes_its_protocol_in_both_directions() {
+    let classic = |kafka: Kafka| kafka;
+    let consumer = |kafka: Kafka| kafka.group_protocol(GroupProtocol::Consumer);
+    replace_members(Restart::AllAtOnce, classic, consumer).await;
+    replace_members(Restart::AllAtOnce, consumer, classic).await;
+}
+
+/// With the default assignor, brokers refuse members of the other protocol as long as there are several
+/// of the classic one (KAFKA-18134).
+#[tokio::test(flavor = "multi_thread")]
+async fn a_group_with_range_loses_nothing_when_it_changes_its_protocol_in_a_rolling_restart() {
+    let classic = |kafka: Kafka| kafka.property("partition.assignment.strategy", "range");
+    let consumer = |kafka: Kafka| kafka.group_protocol(GroupProtocol::Consumer);
+    replace_members(Restart::Rolling, classic, consumer).await;
+    replace_members(Restart::Rolling, consumer, classic).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_closed_member_leaves_the_group_at_once() {
     const SESSION_TIMEOUT: Duration = Duration::from_secs(45);
     let topic = Topic::new(2).await;
     let member = async || {
-        let source = topic.source().property(
+        let source = topic.classic_source().property(
             "session.timeout.ms",
             SESSION_TIMEOUT.as_millis().to_string(),
         );
@@ -231,7 +359,7 @@ async fn a_member_whose_instance_id_is_taken_ends_with_an_error() {
     let topic = Topic::new(1).await;
     let open = async || {
         topic
-            .source()
+            .classic_source()
             .property("group.instance.id", "one")
             .connect(ConnectOptions::default())
             .await
@@ -260,8 +388,8 @@ async fn a_client_with_a_fatal_error_is_replaced_until_it_works() {
     topic.send_numbers(0, 3).await;
     let kafka = || {
         topic
-            .source()
-            .property("group.protocol", "consumer")
+            .classic_source()
+            .group_protocol(GroupProtocol::Consumer)
             .property("group.instance.id", "one")
     };
     let mut first = kafka()
@@ -301,8 +429,8 @@ async fn errors_that_affect_every_client_end_the_source() {
     let topic = Topic::new(1).await;
     let status = KafkaStatus::new();
     let kafka = topic
-        .source()
-        .property("group.protocol", "consumer")
+        .classic_source()
+        .group_protocol(GroupProtocol::Consumer)
         .property("group.remote.assignor", "no-such-assignor");
     let mut source = kafka
         .status(status.clone())
