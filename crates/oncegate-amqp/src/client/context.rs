@@ -12,7 +12,7 @@ pub(crate) struct SourceContext {
     pub(crate) settings: QueueSettings,
     pub(crate) connector: BrokerConnector,
     pub(crate) metrics: SourceMetrics,
-    /// The queues with other arguments than declared.
+    /// Queues that exist with other arguments than oncegate declares, which was logged.
     pub(crate) mismatches: MismatchLog,
 }
 

@@ -1,4 +1,4 @@
-//! Makes the broker refuse to consume a stream.
+//! Makes the broker refuse a consumer on a stream.
 //!
 //! # Workaround
 //! - *Symptom:* a stream accepts consumers like a queue, but does not remove acknowledged messages and

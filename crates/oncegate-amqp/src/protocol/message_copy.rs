@@ -118,6 +118,7 @@ impl MessageCopy {
                 "x-first-death-",
                 "x-last-death-",
                 "x-delivery-count",
+                "x-acquired-count",
                 NOT_BEFORE,
             ],
         );
@@ -361,7 +362,15 @@ mod tests {
 
     /// Properties and headers of which some are not copied.
     fn original_of_many() -> OriginalProperties {
-        let names = ["CC", "BCC", "x-death", "x-first-death-queue", "mine"];
+        let names = [
+            "CC",
+            "BCC",
+            "x-death",
+            "x-first-death-queue",
+            "x-delivery-count",
+            "x-acquired-count",
+            "mine",
+        ];
         let properties = with_headers(&names.map(|name| (name, "v")))
             .with_expiration("1000".into())
             .with_user_id("someone".into())

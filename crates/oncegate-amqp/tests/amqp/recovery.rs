@@ -8,6 +8,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqStatus, Topology};
 use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{Connect, ConnectOptions, Delivery, Incoming, Limit, Receipt, Source};
+use oncegate_testkit::servers::{RabbitOptions, RabbitServer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -496,5 +497,38 @@ async fn a_confirm_for_a_closed_channel_settles_nothing_on_the_next() {
     drop(again);
     close(source).await;
     assert_eq!(fixture.take(&fixture.queue).await.delivery.data, b"a");
+    fixture.delete_queues().await;
+}
+
+/// RabbitMQ 3.10 closes the channel of a delivery that is unacknowledged for too long. 4.3 cancels the
+/// consumer instead, and accepts a later acknowledgement without effect; its classic queues have no
+/// such limit.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deliveries_beyond_the_consumer_timeout_of_the_broker_are_redelivered() {
+    let options = RabbitOptions::new().setting("consumer_timeout", "3000");
+    let server = tokio::task::spawn_blocking(move || RabbitServer::start_with(&options))
+        .await
+        .expect("no panic")
+        .expect("a server");
+    // The interval, in milliseconds, at which 3.10 checks. 4.3 does not use it.
+    server
+        .control(&[
+            "eval",
+            "application:set_env(rabbit, channel_tick_interval, 1000).",
+        ])
+        .expect("set");
+    let fixture = QueueFixture::at(&server.url()).await;
+    let mut source = open(fixture.source(QueueKind::Quorum)).await;
+    for body in ["a", "b"] {
+        fixture.publish(body).await;
+    }
+    let (held, _) = deliveries(&mut source, 2, Duration::from_secs(10)).await;
+    let (again, revoked) = deliveries(&mut source, 2, Duration::from_secs(30)).await;
+    assert!(revoked.contains(&held[0].receipt.epoch), "{revoked:?}");
+    for delivery in held.into_iter().chain(again) {
+        settle(&mut source, delivery, accept()).await;
+    }
+    close(source).await;
+    assert_eq!(fixture.ready_messages(&fixture.queue).await, 0);
     fixture.delete_queues().await;
 }
