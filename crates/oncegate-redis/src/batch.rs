@@ -41,7 +41,8 @@ enum BatchCommand {
     BareClaim(usize),
     /// `DEL`, for [`Guarantee::Bare`].
     BareDelete(usize),
-    /// Operations of which the server decides whether they need the script; at least one. Never sent.
+    /// Operations that become conditional commands or a script call once their server is known; at
+    /// least one.
     Undecided(Vec<usize>),
     /// A completion or clearing without the script.
     Conditional(Conditional, usize),
@@ -73,6 +74,7 @@ pub(crate) async fn apply(
     detector: Option<&LossDetector>,
     durability: Durability,
     prefix: &[u8],
+    script_only: bool,
     operations: &[Operation],
     answers: Vec<Option<VerdictResult>>,
 ) -> Vec<Result<Verdict, StoreError>> {
@@ -81,6 +83,7 @@ pub(crate) async fn apply(
         detector,
         durability,
         prefix,
+        script_only,
         operations,
         answers,
         refresh: TopologyRefresh::of(router),
@@ -135,6 +138,8 @@ struct OperationBatch<'a> {
     detector: Option<&'a LossDetector>,
     durability: Durability,
     prefix: &'a [u8],
+    /// Whether the script is also used where a conditional command would do.
+    script_only: bool,
     operations: &'a [Operation],
     answers: Vec<Option<VerdictResult>>,
     refresh: TopologyRefresh<'a>,
@@ -305,6 +310,7 @@ impl OperationBatch<'_> {
         let mut by_script = Vec::new();
         for index in call {
             match known.use_for(&self.operations[index]) {
+                _ if self.script_only => by_script.push(index),
                 Use::All(conditional) => {
                     commands.push(BatchCommand::Conditional(conditional, index));
                 }

@@ -1,9 +1,9 @@
 //! Commands that change a key only if it has an expected value: `SET … IFEQ` (Valkey 8.1, Redis 8.4),
 //! `DELIFEQ` (Valkey 9.0) and `DELEX … IFEQ` (Redis 8.4).
 //!
-//! Nearly every completion finds its own claim unchanged. Then one of these commands does what the
-//! script would do, for a third of the server's time. After any other reply the script decides.
-//! Which of them a server has is learned from its replies, once per connection.
+//! Nearly every completion finds its own claim unchanged. Then one of these commands replaces
+//! `apply.lua`, and costs less. If the value differs, or the command fails, `apply.lua` runs. The reply
+//! to the first command on each connection shows whether the server has it.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -20,7 +20,7 @@ pub(crate) enum Conditional {
     DelEx,
 }
 
-/// What is known of one conditional command of a server.
+/// What the replies have shown about one conditional command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Known {
     /// One command is sent to find out.
@@ -30,7 +30,7 @@ enum Known {
     Unavailable = 2,
 }
 
-/// What is known of the conditional commands of the server of a connection.
+/// Which conditional commands the server of a connection has, as far as its replies have shown.
 #[derive(Default)]
 pub(crate) struct ConditionalCommands([AtomicU8; 3]);
 
@@ -46,7 +46,7 @@ pub(crate) enum Use {
 }
 
 impl ConditionalCommands {
-    /// Forgets what was learned: the connection is new, perhaps to another server.
+    /// Resets the results: the connection is new, perhaps to another server.
     pub(crate) fn reset(&self) {
         for known in &self.0 {
             known.store(Known::Nothing as u8, Ordering::Relaxed);
@@ -57,8 +57,8 @@ impl ConditionalCommands {
     pub(crate) fn use_for(&self, operation: &Operation) -> Use {
         let candidates: &[Conditional] = match (operation.ask, operation.terms.guarantee) {
             (Ask::Complete, _) => &[Conditional::SetIfEqual],
-            // The marker of a first attempt without effect is deleted. The script keeps the attempts
-            // of a later one, and the rejection of at most once.
+            // After a first attempt without effect there is nothing to keep: the marker is deleted. Later
+            // attempts are counted in it, and with `AtMostOnce` a rejected marker is kept, by the script.
             (Ask::Clear(Effect::Nothing), _)
             | (Ask::Reject(Effect::Nothing), Guarantee::EffectivelyOnce)
                 if operation.attempt == 1 =>
@@ -96,8 +96,8 @@ fn is_unavailable(code: &str) -> bool {
     matches!(code, "ERR" | "NOPERM")
 }
 
-/// Whether the script decides after this reply: the key has another value, or the command failed for
-/// a reason that does not concern the script.
+/// Whether the script has to run after this reply: the key has another value, the command is not
+/// available, or the key has another type, which the script reports.
 pub(crate) fn needs_script(command: Conditional, reply: &Value) -> bool {
     match (command, reply) {
         (Conditional::SetIfEqual, Value::Nil)
@@ -109,7 +109,8 @@ pub(crate) fn needs_script(command: Conditional, reply: &Value) -> bool {
     }
 }
 
-/// The command, which expects the marker of an unchanged first claim.
+/// The command, which expects the marker as this claim was granted, without crashes, unknown effects
+/// or a redrive before it.
 pub(crate) fn command(command: Conditional, key: &[u8], operation: &Operation) -> Cmd {
     let expected = record::granted(operation, operation.attempt);
     let mut sent = Cmd::with_capacity(7, 256);

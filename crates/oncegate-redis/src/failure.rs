@@ -67,7 +67,7 @@ pub(crate) fn denied_user(detail: &str) -> Option<&str> {
     Some(user.split_once(" has no permissions")?.0)
 }
 
-/// The failure for a value that is no marker.
+/// The failure for a value that this release cannot decode as a marker.
 pub(crate) fn unreadable(why: DecodeError) -> StoreFailure {
     match why {
         DecodeError::UnknownVersion(version) => {

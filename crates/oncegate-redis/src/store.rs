@@ -61,6 +61,7 @@ pub struct Redis {
     loss_detector: Arc<LossDetector>,
     prefix: Arc<[u8]>,
     data_loss: DataLossPolicy,
+    pub(crate) script_only: bool,
 }
 
 /// How at most once treats a server that may lose, or has lost, data.
@@ -130,6 +131,7 @@ impl Redis {
             loss_detector,
             prefix: PREFIX.as_bytes().into(),
             data_loss: DataLossPolicy::Pause,
+            script_only: false,
         }
     }
 
@@ -380,6 +382,7 @@ impl Store for Redis {
             detector,
             self.durability,
             &self.prefix,
+            self.script_only,
             operations,
             answers,
         )

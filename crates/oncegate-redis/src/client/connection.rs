@@ -318,9 +318,9 @@ async fn open(
         .await
 }
 
-/// Whether the server has no `HELLO`: it is older than 6.0, or the command was renamed. Valkey replies
-/// `NOAUTH` instead of `unknown command` as long as nobody is logged in; with a password, a server
-/// that has `HELLO` replies `WRONGPASS`.
+/// Whether the server has no `HELLO`: it is older than 6.0, or the command was renamed. Before
+/// authentication Valkey replies `NOAUTH` instead of `unknown command`. A server that has `HELLO` never
+/// replies `NOAUTH` to a `HELLO` with a password; if the password is wrong, it replies `WRONGPASS`.
 fn lacks_resp3(server: &ServerConfig, error: &RedisError) -> bool {
     error.kind() == ErrorKind::RESP3NotSupported
         || (error.code() == Some("NOAUTH") && server.has_password())

@@ -1,9 +1,10 @@
-//! Decides when a connection to a server that does not reply is given up.
+//! Decides when a connection to a server that does not reply is reopened.
 //!
-//! Symptom: a frozen server, or a network that drops packets, never closes the connection, and each
-//! later command waits until its timeout. Seen with redis 1.8.1. Upstream: intended,
-//! <https://github.com/redis-rs/redis-rs/pull/1032>. Test:
-//! `a_frozen_server_means_unknown_outcomes_and_a_reconnect`. It may not go.
+//! # Workaround
+//! *Symptom:* a frozen server, or a network that drops packets, never closes the connection, and each
+//! later command waits until its timeout. *Version:* redis 1.8.1. *Upstream:* intended, see
+//! <https://github.com/redis-rs/redis-rs/pull/1032>. *Test:*
+//! `a_frozen_server_means_unknown_outcomes_and_a_reconnect`. *May be removed:* never.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

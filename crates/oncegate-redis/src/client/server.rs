@@ -204,11 +204,17 @@ impl ServerConfig {
             }
             (ErrorKind::Io, _) => StoreFailure::not_applied(format!(
                 "{setting}: no connection to Redis at {address}: {error}; check that it runs, that host and port in the URL are right, and \
-                 that the port expects {}",
+                 that the port expects {}{}",
                 if matches!(self.info.addr(), ConnectionAddr::TcpTls { .. }) {
                     "TLS, as for rediss://"
                 } else {
                     "no TLS, as for redis://"
+                },
+                // The connection may be closed before the reply that says so is read.
+                if is_closed_by_server(error) {
+                    "; a server in protected mode closes connections of other hosts: set a password there and in the URL"
+                } else {
+                    ""
                 }
             )),
             (ErrorKind::Parse | ErrorKind::UnexpectedReturnType, _) => {
@@ -260,6 +266,12 @@ fn is_client_certificate_alert(error: &str) -> bool {
     error.contains("fatal alert") && alerts.iter().any(|alert| error.contains(alert))
 }
 
+/// Whether the connection was accepted and then closed. [`RedisError::is_connection_dropped`] is
+/// also true for a refused connection.
+fn is_closed_by_server(error: &RedisError) -> bool {
+    error.is_connection_dropped() && !error.is_connection_refusal()
+}
+
 #[cfg(test)]
 mod tests {
     use std::io;
@@ -295,6 +307,11 @@ mod tests {
                 "{text}"
             );
             assert!(!text.contains("s3cret") && !text.contains('\n'), "{text}");
+        }
+        let dropped = RedisError::from(io::Error::from(io::ErrorKind::ConnectionReset));
+        for (error, is_hinted) in [(&refused, false), (&dropped, true)] {
+            let text = line("redis://host", "Redis::at", error);
+            assert_eq!(text.contains("protected mode"), is_hinted, "{text}");
         }
         let text = line(
             "redis://host",

@@ -1,9 +1,10 @@
 //! The TCP options of each connection.
 //!
-//! `TCP_NODELAY` is a workaround. Symptom: small pipelines wait for the delayed acknowledgement of the
-//! previous one. Seen with redis 1.8.1, where it is off by default. Upstream:
-//! <https://github.com/redis-rs/redis-rs/issues/2195>, fixed in 2.0. No test: it changes only the
-//! latency. It may go with redis 2.0.
+//! # Workaround
+//! *Symptom:* without `TCP_NODELAY`, small pipelines wait for the delayed acknowledgement of the
+//! previous one. *Version:* redis 1.8.1, where it is off by default. *Upstream:*
+//! <https://github.com/redis-rs/redis-rs/issues/2195>, fixed in 2.0. *Test:* none, it changes only the
+//! latency. *May be removed* with redis 2.0.
 
 use std::time::Duration;
 

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Guarantee, Verdict};
+use oncegate_core::marker::{Ask, Guarantee, Operation, Verdict};
 use oncegate_core::{Store, StoreError};
 use oncegate_redis::Redis;
+use oncegate_testkit::laws;
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -17,10 +18,7 @@ use crate::support::{
 /// The longest time of any answer, with connecting, on a busy machine.
 const BOUND: Duration = Duration::from_secs(8);
 
-async fn bounded(
-    store: &Redis,
-    operation: oncegate_core::marker::Operation,
-) -> Result<Verdict, StoreError> {
+async fn bounded(store: &Redis, operation: Operation) -> Result<Verdict, StoreError> {
     let started = Instant::now();
     let answer = ask(store, operation).await;
     assert!(
@@ -32,7 +30,7 @@ async fn bounded(
 }
 
 /// Repeats an operation until the store returns a verdict.
-async fn until_answered(store: &Redis, operation: oncegate_core::marker::Operation) -> Verdict {
+async fn until_answered(store: &Redis, operation: Operation) -> Verdict {
     let deadline = Instant::now() + 30 * SECOND;
     loop {
         match bounded(store, operation.clone()).await {
@@ -76,6 +74,20 @@ async fn a_stopped_server_is_detected_at_once_and_reconnected() {
         Verdict::Busy { .. }
     ));
     assert_eq!(until_answered(&store, complete("k", 1, 1)).await, DONE);
+}
+
+/// After each restart the store connects again, and tries again which commands the server has.
+#[tokio::test(flavor = "multi_thread")]
+async fn histories_are_linearizable_while_the_server_is_killed() {
+    let mut server =
+        RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
+            .expect("a Redis");
+    let store = Arc::new(at(&server.url()));
+    laws::linearizable_while_killed(store, move || {
+        server.kill();
+        server.start_again().expect("it starts again");
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -288,6 +288,23 @@ async fn a_first_attempt_without_effect_is_cleared_by_one_command_where_the_serv
     assert_eq!((single, calls.len()), (expected_single, expected_calls));
 }
 
+/// Also a server that does not have the command logs one error per connection, not one per message.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_completion_finds_out_whether_the_server_compares_values() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    let ids = ["a", "b", "c", "d"];
+    verdicts(&store, &ids.map(|id| claim(id, 7))).await;
+    let mut monitor = Monitor::of(server.port());
+    assert_eq!(
+        verdicts(&store, &ids.map(|id| complete(id, 7, 1))).await,
+        [DONE; 4]
+    );
+    let sent = monitor.commands();
+    let conditional = sent.iter().filter(|it| it.contains("\"IFEQ\"")).count();
+    assert_eq!(conditional, 1, "{sent:?}");
+}
+
 /// A user without a right to the newer commands is served by the script, from the first command of
 /// each connection on.
 #[tokio::test(flavor = "multi_thread")]

@@ -1,0 +1,175 @@
+//! Measures the CPU time of the server per claim, completion and clearing: by commands that compare
+//! values, where the server has them, and by the script.
+//!
+//! `cargo run --release -p oncegate-redis --example server_cpu`. `ONCEGATE_SERVERS=today` and
+//! `today-redis` measure Valkey 9 and Redis 8. Needs an idle machine.
+
+use std::error::Error;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use oncegate_core::Store;
+use oncegate_core::marker::{Ask, Effect, Guarantee, Operation, Token, Verdict};
+use oncegate_redis::Redis;
+use oncegate_redis::fuzzing::script_only;
+use oncegate_testkit::operations::{operation, terms};
+use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer};
+
+const ROUNDS: usize = 5;
+const BATCHES: usize = 800;
+/// The number of operations of a batch.
+const BATCH: usize = 64;
+/// The number of batches in flight.
+const CONCURRENT: usize = 16;
+const IDS: usize = BATCHES * BATCH;
+
+/// Microseconds of the server's CPU time per operation.
+#[derive(Clone, Copy)]
+struct Costs {
+    claim: f64,
+    complete: f64,
+    clear: f64,
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let server = RedisServer::start(RedisOptions::new())?;
+    let servers = std::slice::from_ref(&server);
+    println!(
+        "{}, {IDS} ids, {ROUNDS} rounds, µs per operation",
+        version(&server)?
+    );
+    println!("| server | commands | claim | completion | claim + completion | clearing |");
+    println!("| --- | --- | ---: | ---: | ---: | ---: |");
+    let at_server = || Redis::at(server.url());
+    compare("one", servers, &at_server).await?;
+    let cluster = ClusterServers::start()?;
+    let in_cluster = || Redis::cluster(cluster.urls());
+    compare("Cluster", cluster.nodes(), &in_cluster).await
+}
+
+/// Measures both ways in turn and prints the medians.
+async fn compare(
+    name: &str,
+    servers: &[RedisServer],
+    store: &dyn Fn() -> Redis,
+) -> Result<(), Box<dyn Error>> {
+    let ways = [
+        ("compare values", patient(store())),
+        ("script", script_only(patient(store()))),
+    ];
+    let mut rounds = [const { Vec::new() }; 2];
+    for round in 0..=ROUNDS {
+        for (way, rounds) in ways.iter().zip(&mut rounds) {
+            let costs = measure(servers, &way.1).await?;
+            // The first one connects and loads the script.
+            if round > 0 {
+                rounds.push(costs);
+            }
+        }
+    }
+    for ((way, _), rounds) in ways.iter().zip(&rounds) {
+        let median = |of: fn(&Costs) -> f64| {
+            let mut all: Vec<f64> = rounds.iter().map(of).collect();
+            all.sort_by(f64::total_cmp);
+            all[all.len() / 2]
+        };
+        println!(
+            "| {name} | {way} | {:.2} | {:.2} | {:.2} | {:.2} |",
+            median(|it| it.claim),
+            median(|it| it.complete),
+            median(|it| it.claim + it.complete),
+            median(|it| it.clear),
+        );
+    }
+    Ok(())
+}
+
+fn patient(store: Redis) -> Redis {
+    store.timeout(Duration::from_secs(20))
+}
+
+async fn measure(servers: &[RedisServer], store: &Redis) -> Result<Costs, Box<dyn Error>> {
+    let claim = cost(servers, store, Ask::Claim).await?;
+    let complete = cost(servers, store, Ask::Complete).await?;
+    flush(servers)?;
+    cost(servers, store, Ask::Claim).await?;
+    let clear = cost(servers, store, Ask::Clear(Effect::Nothing)).await?;
+    flush(servers)?;
+    Ok(Costs {
+        claim,
+        complete,
+        clear,
+    })
+}
+
+/// Asks the same of each id.
+async fn cost(servers: &[RedisServer], store: &Redis, ask: Ask) -> Result<f64, Box<dyn Error>> {
+    let batches: Vec<Vec<Operation>> = (0..BATCHES)
+        .map(|batch| (0..BATCH).map(|it| on(batch * BATCH + it, ask)).collect())
+        .collect();
+    let before = cpu_time(servers)?;
+    for concurrent in batches.chunks(CONCURRENT) {
+        let answers = join_all(concurrent.iter().map(|batch| store.apply(batch))).await;
+        for answer in answers.into_iter().flatten() {
+            let verdict = answer?;
+            let expected = match ask {
+                Ask::Claim => matches!(verdict, Verdict::Granted(_)),
+                Ask::Complete => verdict == Verdict::Done { marker_lost: false },
+                _ => verdict == Verdict::Applied,
+            };
+            assert!(expected, "{ask:?}: {verdict:?}");
+        }
+    }
+    Ok((cpu_time(servers)? - before) * 1e6 / IDS as f64)
+}
+
+fn on(id: usize, ask: Ask) -> Operation {
+    let attempt = u32::from(ask != Ask::Claim);
+    let token = Token(id as u128 + 1).0;
+    let terms = terms(Guarantee::EffectivelyOnce);
+    operation(&format!("payment-{id:012}"), ask, token, attempt, terms)
+}
+
+/// Seconds of CPU time that the primaries have used.
+fn cpu_time(servers: &[RedisServer]) -> Result<f64, Box<dyn Error>> {
+    let mut sum = 0.0;
+    for server in servers {
+        let info = server.reply("INFO")?;
+        if field(&info, "role") != Some("master") {
+            continue;
+        }
+        for name in ["used_cpu_user", "used_cpu_sys"] {
+            sum += field(&info, name).unwrap_or_default().parse::<f64>()?;
+        }
+    }
+    Ok(sum)
+}
+
+fn flush(servers: &[RedisServer]) -> std::io::Result<()> {
+    servers.iter().try_for_each(|server| {
+        let info = server.reply("INFO replication")?;
+        if field(&info, "role") == Some("master") {
+            server.command("FLUSHALL")?;
+        }
+        Ok(())
+    })
+}
+
+fn version(server: &RedisServer) -> Result<String, Box<dyn Error>> {
+    let info = server.reply("INFO server")?;
+    let valkey = field(&info, "valkey_version").map(|version| format!("Valkey {version}"));
+    let redis = || {
+        format!(
+            "Redis {}",
+            field(&info, "redis_version").unwrap_or("unknown")
+        )
+    };
+    Ok(valkey.unwrap_or_else(redis))
+}
+
+fn field<'a>(info: &'a str, name: &str) -> Option<&'a str> {
+    info.lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+        .map(str::trim)
+}
