@@ -41,7 +41,8 @@ pub(crate) enum DeliveryCountPolicy {
     Accepted,
 }
 
-/// The topic or queue to which the consumer sends messages that it rejects.
+/// The topic or queue for messages that the consumer does not retry: rejected ones, or those whose
+/// outcome is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Destination {
     DeadLetters,
@@ -69,14 +70,14 @@ impl Destination {
     }
 }
 
-/// The age that a copy declares.
+/// The age that a redriven copy carries in `oncegate-first-seen`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopyAge {
     /// The copy counts as a new message.
     New,
-    /// First seen at this time, in milliseconds since 1970. If the copy is then older than the
-    /// window, a consumer with [`AtMostOnce`](oncegate::Guarantee::AtMostOnce) reconciles it before
-    /// handling it.
+    /// First seen at this time, in milliseconds since 1970. If the copy is then older than `max_age` and
+    /// its id has no marker, a consumer with [`AtMostOnce`](oncegate::Guarantee::AtMostOnce) reconciles
+    /// it before handling it.
     FirstSeen(u64),
 }
 

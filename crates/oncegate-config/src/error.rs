@@ -129,7 +129,7 @@ fn store_problem(problem: &str) -> String {
 
 /// The text of an error of a source, with configuration keys instead of builder methods.
 fn with_source_keys(text: &str) -> String {
-    const KEYS: [(&str, &str); 21] = [
+    const KEYS: [(&str, &str); 24] = [
         ("IdSource::message_id()", "message-id"),
         ("IdSource::header(\"…\")", "header NAME"),
         ("IdSource::json_pointer(\"/…\")", "json /POINTER"),
@@ -143,6 +143,7 @@ fn with_source_keys(text: &str) -> String {
         ),
         ("Kafka::topic(\"payments\")", "kafka.topic = \"payments\""),
         (".login(…)", "kafka.password"),
+        (".group_protocol(…)", "kafka.group-protocol"),
         (".start(…)", "kafka.start"),
         (".out_of_range(…)", "kafka.out-of-range"),
         (
@@ -156,6 +157,14 @@ fn with_source_keys(text: &str) -> String {
         (".ca_certificate(path)", "rabbitmq.ca-certificate"),
         (".scope(…)", "gate.scope"),
         (".dedup_window(…)", "gate.dedup-window"),
+        (
+            "GroupProtocol::Classic",
+            "kafka.group-protocol = \"classic\"",
+        ),
+        (
+            "GroupProtocol::Consumer",
+            "kafka.group-protocol = \"consumer\"",
+        ),
         ("OutOfRange::Earliest", "kafka.out-of-range = \"earliest\""),
     ];
     KEYS.iter()

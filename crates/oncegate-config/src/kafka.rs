@@ -1,6 +1,6 @@
 //! Builds a Kafka source from `[kafka]`.
 
-use oncegate::{Kafka, OutOfRange, StartAt, TopicCreation};
+use oncegate::{GroupProtocol, Kafka, OutOfRange, StartAt, TopicCreation};
 
 use crate::config::Config;
 use crate::error::Error;
@@ -26,6 +26,7 @@ impl Config {
         set! {
             brokers: self.text("kafka.brokers"),
             group: self.text("kafka.group"),
+            group_protocol: self.text("kafka.group-protocol").map(|protocol| if protocol == "consumer" { GroupProtocol::Consumer } else { GroupProtocol::Classic }),
             dead_letters: self.text("kafka.dead-letters"),
             in_doubt: self.text("kafka.in-doubt"),
             start: self.text("kafka.start").map(|start| if start == "error" { StartAt::Error } else { StartAt::Earliest }),

@@ -279,6 +279,11 @@ pub const SETTINGS: &[Setting] = &[
     ),
     text("kafka.topic", "the consumed topic"),
     text("kafka.group", "the consumer group"),
+    choice(
+        "kafka.group-protocol",
+        &["classic", "consumer"],
+        "of the group: classic (the default) or consumer (KIP-848)",
+    ),
     text(
         "kafka.dead-letters",
         "the dead-letter topic; `<topic>.dead-letters` by default",

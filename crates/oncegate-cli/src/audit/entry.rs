@@ -64,7 +64,7 @@ pub(crate) struct AuditEntry {
     /// Identifies the action. Both lines of an action have it.
     pub(crate) action_id: String,
     pub(crate) at_ms: u64,
-    /// The same as RFC 3339.
+    /// `at_ms` as RFC 3339.
     pub(crate) at: String,
     pub(crate) who: String,
     /// The action, named by its command, such as `marker forget`.

@@ -109,10 +109,18 @@ pub(crate) async fn declare_passively(channel: &Channel, queue: &str) -> lapin::
         passive: true,
         ..QueueDeclareOptions::default()
     };
-    Ok(channel
-        .queue_declare(queue.into(), options, FieldTable::default())
-        .await?
-        .message_count())
+    let declared = channel.queue_declare(queue.into(), options, FieldTable::default());
+    Ok(within_limit(declared).await?.message_count())
+}
+
+/// The reply to a request, within [`REQUEST_TIMEOUT`]. When a connection ends, lapin 4.12.3 may
+/// leave a request without a reply.
+async fn within_limit<T>(request: impl Future<Output = lapin::Result<T>>) -> lapin::Result<T> {
+    let limited = tokio::time::timeout(REQUEST_TIMEOUT, request).await;
+    limited.unwrap_or_else(|_| {
+        let text = format!("RabbitMQ did not reply within {REQUEST_TIMEOUT:?}");
+        Err(std::io::Error::new(std::io::ErrorKind::TimedOut, text).into())
+    })
 }
 
 /// Detects the type by declaring the queue: if an existing queue has other arguments, it stays
@@ -121,7 +129,7 @@ pub(crate) async fn queue_kind(
     connection: &Connection,
     queue: &str,
 ) -> Result<DestinationQueueKind, CliError> {
-    match declare_passively(&connection.create_channel().await?, queue).await {
+    match declare_passively(&within_limit(connection.create_channel()).await?, queue).await {
         Ok(_) => {}
         Err(error) if reply_code(&error) == Some(404) => return Ok(DestinationQueueKind::Missing),
         Err(error) => {
@@ -152,17 +160,14 @@ pub(crate) async fn queue_kind(
         (of_type("classic"), DestinationQueueKind::Classic),
         (FieldTable::default(), DestinationQueueKind::Classic),
     ] {
-        let channel = connection.create_channel().await?;
+        let channel = within_limit(connection.create_channel()).await?;
         let options = QueueDeclareOptions {
             durable: true,
             ..QueueDeclareOptions::default()
         };
-        match channel
-            .queue_declare(queue.into(), options, arguments)
-            .await
-        {
+        match within_limit(channel.queue_declare(queue.into(), options, arguments)).await {
             Ok(_) => {
-                channel.close(200, "OK".into()).await?;
+                within_limit(channel.close(200, "OK".into())).await?;
                 return Ok(queue_kind);
             }
             Err(error) if matches!(reply_code(&error), Some(403 | 405 | 406)) => {}
@@ -253,7 +258,7 @@ impl QueueReader {
             }
             _ => {}
         }
-        let read_channel = connection.create_channel().await?;
+        let read_channel = within_limit(connection.create_channel()).await?;
         let total = u64::from(declare_passively(&read_channel, &queue).await?);
         let mut reader = Self {
             total,
@@ -308,11 +313,11 @@ impl QueueReader {
             if self.received >= self.total && !self.may_read_another().await? {
                 return Ok(None);
             }
-            let Some(message) = self
+            let queue = self.queue.as_str().into();
+            let get = self
                 .read_channel
-                .basic_get(self.queue.as_str().into(), BasicGetOptions::default())
-                .await?
-            else {
+                .basic_get(queue, BasicGetOptions::default());
+            let Some(message) = within_limit(get).await? else {
                 return Ok(None);
             };
             self.received += 1;
@@ -485,7 +490,7 @@ impl QueueReader {
     }
 
     async fn wait_until_requeued(&self, unacked: u64) -> lapin::Result<()> {
-        let channel = self.connection.create_channel().await?;
+        let channel = within_limit(self.connection.create_channel()).await?;
         while u64::from(declare_passively(&channel, &self.queue).await?) < unacked {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }

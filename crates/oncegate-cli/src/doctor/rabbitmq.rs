@@ -1,5 +1,7 @@
 //! RabbitMQ: checks that the queues exist and keep their messages.
 
+use std::time::Duration;
+
 use lapin::Connection;
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
@@ -9,6 +11,12 @@ use super::{DoctorFindings, Severity};
 use crate::config::Config;
 use crate::destination::{Destination, rabbitmq};
 use crate::error::CliError;
+
+/// The time limit of all requests together. When a connection ends, lapin 4.12.3 may leave a request
+/// without a reply.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// The time limit of closing the connection.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     if let Err(error) = config.check_source(oncegate_config::Broker::RabbitMq) {
@@ -41,6 +49,25 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             return Ok(());
         }
     };
+    match tokio::time::timeout(TIMEOUT, check_queues(config, &connection, findings)).await {
+        Ok(checked) => checked?,
+        Err(_) => findings.error(
+            "rabbitmq-unreachable",
+            at,
+            format!("not all requests were answered within {TIMEOUT:?}"),
+            "check that it is not overloaded, and run this again",
+        ),
+    }
+    // The result does not matter: nothing is sent after it.
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, connection.close(200, "OK".into())).await;
+    Ok(())
+}
+
+async fn check_queues(
+    config: &Config,
+    connection: &Connection,
+    findings: &mut DoctorFindings,
+) -> Result<(), CliError> {
     let queue = rabbitmq::queue(config)?;
     let dead_letters = rabbitmq::destination_queue(config, Destination::DeadLetters)?;
     let topology = if matches!(config.text("rabbitmq.topology"), None | Some("declare")) {
@@ -67,9 +94,9 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             QueueRole::Destination,
         ),
     ] {
-        check_queue(&connection, missing, &name, &role, topology, findings).await?;
+        check_queue(connection, missing, &name, &role, topology, findings).await?;
     }
-    let mismatch = config.rabbitmq()?.queue_mismatch(&connection).await;
+    let mismatch = config.rabbitmq()?.queue_mismatch(connection).await;
     if let Ok(Some(SourceError::Misconfigured { problem, .. })) = mismatch {
         findings.error(
             "queue-refused",
@@ -79,7 +106,6 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
              rabbitmq.topology = \"check\" and make sure that it drops no message",
         );
     }
-    let _ = connection.close(200, "OK".into()).await;
     Ok(())
 }
 

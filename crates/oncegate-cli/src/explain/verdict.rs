@@ -452,7 +452,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         }
         MarkerState::Cleared if !evidence.incomplete.is_empty() => (
             HandlingVerdict::Unchecked,
-            "Attempts failed, and none is recorded as handled. Whether its message is still in the broker or in a destination is unknown.".into(),
+            "Attempts failed, and none is recorded as handled. Whether the message is still in the broker or in a destination is unknown.".into(),
         ),
         MarkerState::Rejected => (
             HandlingVerdict::DeadLettered,
@@ -462,7 +462,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         ),
         MarkerState::Cleared => (
             HandlingVerdict::WillRunAgain,
-            "Attempts failed, and none is recorded as handled. Its message will run again if it is still in the broker. The configured dead \
+            "Attempts failed, and none is recorded as handled. The message will run again if it is still in the broker. The configured dead \
              letters do not show it: if it was dead-lettered, it was removed without this tool, or another reader holds it on RabbitMQ."
                 .into(),
         ),

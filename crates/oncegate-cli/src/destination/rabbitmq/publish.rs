@@ -5,7 +5,7 @@ use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{BasicProperties, Channel};
 
 use super::properties::{redriven_properties, replacement_properties};
-use super::{QueueReader, REQUEST_TIMEOUT, message_digest, reply_code, unacked};
+use super::{QueueReader, REQUEST_TIMEOUT, message_digest, reply_code, unacked, within_limit};
 use crate::destination::{CopyAge, DeadLetter, PublishError};
 use crate::error::CliError;
 use crate::output::now_ms;
@@ -66,10 +66,8 @@ impl QueueReader {
         if let Some(channel) = &self.publish_channel {
             return Ok(channel.clone());
         }
-        let channel = self.connection.create_channel().await?;
-        channel
-            .confirm_select(ConfirmSelectOptions::default())
-            .await?;
+        let channel = within_limit(self.connection.create_channel()).await?;
+        within_limit(channel.confirm_select(ConfirmSelectOptions::default())).await?;
         Ok(self.publish_channel.insert(channel).clone())
     }
 

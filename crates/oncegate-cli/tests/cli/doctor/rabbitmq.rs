@@ -1,10 +1,13 @@
 //! Findings about RabbitMQ queues and permissions.
 
-use std::time::Instant;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
+use oncegate_testkit::proxy::{Proxy, RequestFault};
 use oncegate_testkit::servers::RabbitServer;
 
 use super::{assert_broker_findings, findings};
@@ -34,6 +37,39 @@ async fn finds_an_unreachable_broker_and_a_rejected_login() {
         );
         assert_broker_findings(&cli, &[(code, "error")]);
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ends_although_the_broker_does_not_confirm_the_end_of_the_connection() {
+    /// The class and the method of `connection.close`.
+    const CLOSE: [u8; 4] = [0, 10, 0, 50];
+    const DELAY: Duration = Duration::from_secs(90);
+    let url = fixture::rabbitmq();
+    let (_, after_host) = url.rsplit_once(':').expect("a port");
+    let (port, _) = after_host.split_once('/').expect("a virtual host");
+    let proxy = Proxy::to(port.parse().expect("a number")).expect("a proxy");
+    let delayed = Arc::new(AtomicBool::new(false));
+    let saw_close = delayed.clone();
+    proxy.inject_faults(move |request| {
+        if request.windows(CLOSE.len()).any(|part| part == CLOSE) {
+            saw_close.store(true, Ordering::Relaxed);
+            RequestFault::Delay(DELAY)
+        } else {
+            RequestFault::Pass
+        }
+    });
+    let cli = TestCli::new();
+    // Without heartbeats, whose absence would end the connection, too.
+    let url = url.replace(&format!(":{port}/"), &format!(":{}/", proxy.port()));
+    let url = format!("{url}?heartbeat=0");
+    cli.write(
+        "oncegate.toml",
+        &format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"no-such-queue\"\n"),
+    );
+    let started = Instant::now();
+    let _ = findings(&cli);
+    assert!(delayed.load(Ordering::Relaxed), "it closes the connection");
+    assert!(started.elapsed() < DELAY, "{:?}", started.elapsed());
 }
 
 /// The arguments of a queue.
