@@ -17,6 +17,7 @@ pub(crate) const LIBRARIES: &[&str] = &[
     "oncegate-core",
     "oncegate-kafka",
     "oncegate-redis",
+    "oncegate-postgres",
     "oncegate-sql",
     "oncegate-testkit",
 ];

@@ -27,5 +27,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     cargo
         .args(["--", "--ignored", "--nocapture", "--test-threads", "1"])
         .args(&arguments.scenario);
-    test::with_servers(cargo)
+    setup::run()?;
+    test::with_servers(vec![cargo])
 }

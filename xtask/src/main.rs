@@ -29,9 +29,10 @@ use oncegate_testkit::servers::{SERVER_SET, ServerSet};
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 struct Arguments {
-    /// The releases of RabbitMQ and Redis: debian12 (the packages of the host), today (RabbitMQ 4 and
-    /// Valkey 9), today-redis (RabbitMQ 4 and Redis 8). The newer ones are unpacked into the cache,
-    /// beside the host's; that needs root and a Debian host. Default: ONCEGATE_SERVERS, or debian12.
+    /// The releases of the servers: debian12 (the packages of the host), today (RabbitMQ 4 and
+    /// Valkey 9), today-redis (RabbitMQ 4 and Redis 8), kafka-3.9 (as debian12, with an older Kafka). The
+    /// newer packages are unpacked into the cache, beside the host's; that needs root and a Debian
+    /// host. Default: ONCEGATE_SERVERS, or debian12.
     #[arg(long, global = true, value_name = "SET")]
     servers: Option<ServerSet>,
 
@@ -46,8 +47,8 @@ enum Command {
     Setup,
     /// Runs the workspace's tests against real servers.
     ///
-    /// Installs missing requirements first. Uses the servers at ONCEGATE_KAFKA, ONCEGATE_RABBITMQ
-    /// and ONCEGATE_REDIS; starts the others on free ports and stops them at the end, also after a
+    /// Installs missing requirements first. Uses the servers at ONCEGATE_KAFKA, ONCEGATE_RABBITMQ,
+    /// ONCEGATE_REDIS and ONCEGATE_POSTGRES; starts the others on free ports and stops them at the end, also after a
     /// failure or Ctrl-C.
     Test(test::Arguments),
     /// Injects faults into a RabbitMQ node and into one node of a cluster, under load and at random
@@ -76,7 +77,7 @@ enum Command {
     /// Compares the public API of each published library with its `api.txt`; `--write` updates
     /// these files.
     Api(api::Arguments),
-    /// Starts Kafka, RabbitMQ and Redis in the background, and stops them.
+    /// Starts Kafka, RabbitMQ, Redis and PostgreSQL in the background, and stops them.
     Services {
         #[command(subcommand)]
         command: services::Command,
@@ -215,7 +216,10 @@ mod tests {
             let error = take_servers(&mut arguments)
                 .expect_err("unknown")
                 .to_string();
-            assert!(error.contains("debian12, today or today-redis"), "{error}");
+            assert!(
+                error.contains("debian12, today, today-redis or kafka-3.9"),
+                "{error}"
+            );
         }
     }
 }

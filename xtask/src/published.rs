@@ -43,10 +43,9 @@ enum Check {
     Dependencies,
     /// The facade compiles without warnings with each combination of its features.
     Features,
-    /// The published crates compile with the lowest versions of their dependencies.
-    OldestDependencies,
-    /// The published crates compile with the toolchain of `rust-version`.
-    OldestRust,
+    /// The published crates compile with the lowest versions of their dependencies and the toolchain of
+    /// `rust-version`.
+    Oldest,
     /// The public API has only changes that the version allows, since the last release.
     Semver,
     /// actionlint reports no problem in the GitHub workflows.
@@ -57,8 +56,7 @@ const CHECKS: &[Check] = &[
     Check::Api,
     Check::Dependencies,
     Check::Features,
-    Check::OldestDependencies,
-    Check::OldestRust,
+    Check::Oldest,
     Check::Semver,
     Check::Workflows,
 ];
@@ -84,8 +82,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
             Check::Api => crate::api::run(&crate::api::Arguments::default()).map(|()| Ran::Yes)?,
             Check::Dependencies => dependencies()?,
             Check::Features => features()?,
-            Check::OldestDependencies => oldest_dependencies()?,
-            Check::OldestRust => oldest_rust()?,
+            Check::Oldest => oldest()?,
             Check::Semver => semver()?,
             Check::Workflows => workflows()?,
         };
@@ -201,11 +198,14 @@ fn features() -> Result<Ran, Error> {
     Ok(Ran::Yes)
 }
 
-/// Compiles the published crates with the lowest version that each of their manifests allows, in a
-/// second workspace of links, so that `Cargo.lock` does not change. The option of `cargo update` is
-/// unstable, so it needs `RUSTC_BOOTSTRAP`.
-fn oldest_dependencies() -> Result<Ran, Error> {
-    let directory = root().join("target/oldest-dependencies");
+/// Compiles the published crates with the lowest version that each of their manifests allows, and with the
+/// toolchain of `rust-version`, in a second workspace of links, so that `Cargo.lock` does not change. The
+/// option of `cargo update` is unstable, so it needs `RUSTC_BOOTSTRAP`.
+///
+/// Uses the current toolchain if rustup cannot install the old one: clippy's `incompatible_msrv` and a
+/// test of the dependencies' `rust-version` remain.
+fn oldest() -> Result<Ran, Error> {
+    let directory = root().join("target/oldest");
     let workspace = directory.join("workspace");
     link_members(&workspace).map_err(|source| Error::File {
         path: workspace.clone(),
@@ -217,15 +217,55 @@ fn oldest_dependencies() -> Result<Ran, Error> {
             .env("RUSTC_BOOTSTRAP", "1")
             .args(["update", "--quiet", "-Z", "direct-minimal-versions"]),
     )?;
-    call(
-        cargo()
+    // sqlx needs a newer Rust; that crate has a `rust-version` of its own.
+    const NEWER: &str = "oncegate-postgres";
+    let libraries = crate::api::LIBRARIES.iter().copied();
+    let others: Vec<&str> = libraries.filter(|name| *name != NEWER).collect();
+    let mut not_installed = Vec::new();
+    for (manifest, packages) in [
+        ("Cargo.toml", others),
+        ("crates/oncegate-postgres/Cargo.toml", vec![NEWER]),
+    ] {
+        let path = root().join(manifest);
+        let text = std::fs::read_to_string(&path).map_err(|source| Error::File { path, source })?;
+        let version = rust_version(&text)
+            .ok_or_else(|| Error::Failed(format!("no rust-version in {manifest}")))?;
+        let mut check = if is_installed(version) {
+            println!("published: compiling with Rust {version}");
+            let mut rustup = Command::new("rustup");
+            rustup
+                .env_remove("RUSTUP_TOOLCHAIN") // set by `cargo run` to the toolchain of this process
+                .args(["run", version, "cargo"]);
+            rustup
+        } else {
+            not_installed.push(version.to_owned());
+            cargo()
+        };
+        check
             .current_dir(&workspace)
             .env("CARGO_TARGET_DIR", directory.join("target"))
             .args(["check", "--quiet", "--lib", "--all-features"])
-            .args(crate::api::LIBRARIES.iter().flat_map(|name| ["-p", name])),
-    )?;
+            .args(packages.iter().flat_map(|name| ["-p", name]));
+        call(&mut check)?;
+    }
     println!("published: compiles with the lowest versions of the dependencies");
+    if !not_installed.is_empty() {
+        let versions = not_installed.join(", ");
+        return Ok(Ran::No(format!(
+            "Rust {versions}: rustup cannot install it"
+        )));
+    }
     Ok(Ran::Yes)
+}
+
+/// Whether rustup has this toolchain, installed if necessary.
+fn is_installed(version: &str) -> bool {
+    Command::new("rustup")
+        .args(["toolchain", "install", version, "--profile", "minimal"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
 }
 
 /// Fills a directory with links to all that the workspace's root has, without `Cargo.lock`. Cargo
@@ -244,40 +284,6 @@ fn link_members(workspace: &Path) -> std::io::Result<()> {
         }
     }
     Ok(())
-}
-
-/// Compiles the published crates with the toolchain of `rust-version`, in a target directory of its
-/// own. Skips the check if rustup cannot install that toolchain: clippy's `incompatible_msrv` and a
-/// test of the dependencies' `rust-version` remain.
-fn oldest_rust() -> Result<Ran, Error> {
-    let manifest = root().join("Cargo.toml");
-    let text = std::fs::read_to_string(&manifest).map_err(|source| Error::File {
-        path: manifest,
-        source,
-    })?;
-    let version = rust_version(&text)
-        .ok_or_else(|| Error::Failed("no rust-version in the workspace's Cargo.toml".into()))?;
-    let installed = Command::new("rustup")
-        .args(["toolchain", "install", version, "--profile", "minimal"])
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status()
-        .is_ok_and(|status| status.success());
-    if !installed {
-        return Ok(Ran::No(format!("Rust {version}: rustup cannot install it")));
-    }
-    call(
-        Command::new("rustup")
-            .current_dir(root())
-            // Set by `cargo run` to the toolchain of this process.
-            .env_remove("RUSTUP_TOOLCHAIN")
-            .env("CARGO_TARGET_DIR", root().join("target/oldest-rust"))
-            .args(["run", version, "cargo", "check", "--locked"])
-            .args(["--quiet", "--all-features", "-p", "oncegate-cli"])
-            .args(crate::api::LIBRARIES.iter().flat_map(|name| ["-p", name])),
-    )?;
-    println!("published: compiles with Rust {version}");
-    Ok(Ran::Yes)
 }
 
 /// The `rust-version` of the workspace's manifest.

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use clap::Subcommand;
 use oncegate_testkit::servers::{
-    KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server, ServerKind,
-    ServerSet,
+    KafkaServer, PostgresServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server,
+    ServerKind, ServerSet,
 };
 
 use crate::Error;
@@ -53,12 +53,13 @@ fn up() -> Result<(), Error> {
     stop(&state)?;
     set.fetch()?;
     eprintln!(
-        "services: starting Kafka, RabbitMQ and Redis ({})",
+        "services: starting Kafka, RabbitMQ, Redis and PostgreSQL ({})",
         set.name()
     );
-    let (kafka, rabbitmq, redis) = std::thread::scope(|scope| {
+    let (kafka, rabbitmq, redis, postgres) = std::thread::scope(|scope| {
         let kafka = scope.spawn(KafkaServer::start);
         let rabbitmq = scope.spawn(RabbitServer::start);
+        let postgres = scope.spawn(|| PostgresServer::start(&[]));
         let redis =
             RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond));
         let join = "starting a server reports its failures and does not panic";
@@ -66,17 +67,20 @@ fn up() -> Result<(), Error> {
             kafka.join().expect(join),
             rabbitmq.join().expect(join),
             redis,
+            postgres.join().expect(join),
         )
     });
-    let (kafka, rabbitmq, redis) = (kafka?, rabbitmq?, redis?);
+    let (kafka, rabbitmq, redis, postgres) = (kafka?, rabbitmq?, redis?, postgres?);
     stopping.check()?;
     let (brokers, amqp, url) = (kafka.brokers(), rabbitmq.url(), redis.url());
+    let database = postgres.url();
     let state = State {
         set,
         services: vec![
             service("ONCEGATE_KAFKA", brokers, kafka),
             service("ONCEGATE_RABBITMQ", amqp, rabbitmq),
             service("ONCEGATE_REDIS", url, redis),
+            service("ONCEGATE_POSTGRES", database, postgres),
         ],
     };
     write_state(&state, &state_path(), &environment_path())?;

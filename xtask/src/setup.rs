@@ -64,6 +64,11 @@ const REQUIREMENTS: &[Requirement] = &[
         packages: &["rabbitmq-server"],
     },
     Requirement {
+        what: "the PostgreSQL server",
+        is_met: oncegate_testkit::servers::postgres_is_installed,
+        packages: &["postgresql"],
+    },
+    Requirement {
         what: "a Java runtime, for the Kafka broker",
         is_met: || succeeds(Command::new("java").arg("-version")),
         packages: &["default-jre-headless"],

@@ -1,9 +1,13 @@
 //! `test`: runs the workspace's tests against real servers.
 
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::Seek;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use cargo_metadata::MetadataCommand;
 use oncegate_testkit::Servers;
 use oncegate_testkit::servers::ProcessId;
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -19,6 +23,18 @@ const RUN: &str = "ONCEGATE_TEST_RUN";
 const THREADS: &str = "RUST_TEST_THREADS";
 /// How long a process left by a test may take to end after SIGTERM before it is killed.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+/// The time limit of a test program whose output is not shown. It is then stopped and has failed.
+const PROGRAM_TIMEOUT: Duration = Duration::from_secs(15 * 60);
+/// The test programs that take longest, started first so that none runs alone at the end.
+const LONGEST_FIRST: [&str; 7] = [
+    "cli",
+    "kafka",
+    "redis",
+    "amqp",
+    "end_to_end",
+    "faults",
+    "readme",
+];
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
@@ -27,18 +43,26 @@ pub(crate) struct Arguments {
     /// Runs only the tests of this package; may be given several times.
     #[arg(short, long = "package", value_name = "NAME")]
     packages: Vec<String>,
+    /// Runs only this test program, such as `amqp` or `redis`; may be given several times.
+    #[arg(long = "test", value_name = "NAME", conflicts_with = "packages")]
+    programs: Vec<String>,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
-    with_servers(cargo_test(arguments))
+    setup::run()?;
+    if let Some(filter) = &arguments.filter {
+        let mut cargo = cargo_test(arguments, &arguments.programs);
+        cargo.arg("--").arg(filter);
+        return with_servers(vec![cargo]);
+    }
+    setup::call(cargo_test(arguments, &arguments.programs).arg("--no-run"))?;
+    with_servers(by_target(arguments)?)
 }
 
-/// Runs a command with the addresses of the servers in its environment.
-pub(crate) fn with_servers(mut cargo: Command) -> Result<(), Error> {
+/// Runs commands with the addresses of the servers in their environment: one with its output shown,
+/// several side by side.
+pub(crate) fn with_servers(mut commands: Vec<Command>) -> Result<(), Error> {
     let stopping = Stopping::on_signals()?;
-    setup::run()?;
-    stopping.check()?;
-
     println!("test: starting the servers that have no address in the environment");
     let servers = Servers::from_env_or_start()?;
     stopping.check()?;
@@ -52,26 +76,66 @@ pub(crate) fn with_servers(mut cargo: Command) -> Result<(), Error> {
         .prefix("oncegate-test-")
         .tempdir()
         .map_err(Error::Temporary)?;
-    cargo
-        .envs(servers.variables())
-        .env(RUN, &run)
-        .env("TMPDIR", temporary.path());
-    let shown = shown(&cargo);
-    println!("test: {shown}");
-    // A separate process group, to send a signal to cargo and the tests together.
-    let child = cargo.process_group(0).stdin(Stdio::null()).spawn();
-    let mut child = child.map_err(|source| Error::CannotRun {
-        program: shown.clone(),
-        source,
-    })?;
-    let outcome = wait(&mut child, &shown, &stopping);
+    for command in &mut commands {
+        command
+            .envs(servers.variables())
+            .env(RUN, &run)
+            .env("TMPDIR", temporary.path());
+    }
+    let outcome = run_all(commands, &stopping);
     stop_leftover_processes(&run);
     println!("test: stopping the servers that were started");
     drop(servers);
     outcome
 }
 
-fn cargo_test(arguments: &Arguments) -> Command {
+/// A command for each test program, for the unit tests and for the examples in documentation. Tests
+/// mostly wait for servers, so several programs at once keep the cores busier than one.
+fn by_target(arguments: &Arguments) -> Result<Vec<Command>, Error> {
+    let of = |programs: &[String]| cargo_test(arguments, programs);
+    if !arguments.programs.is_empty() {
+        return Ok(arguments.programs.chunks(1).map(of).collect());
+    }
+    let metadata = MetadataCommand::new()
+        .current_dir(setup::root())
+        .no_deps()
+        .exec()
+        .map_err(|error| Error::ByHand(format!("cargo metadata: {error}")))?;
+    let is_known = |name: &&String| metadata.packages.iter().any(|it| it.name == name.as_str());
+    if let Some(unknown) = arguments.packages.iter().find(|name| !is_known(name)) {
+        return Err(Error::ByHand(format!(
+            "there is no package `{unknown}`; name one as `cargo metadata` does, such as oncegate-redis"
+        )));
+    }
+    let tested = metadata.packages.iter().filter(|package| {
+        arguments.packages.is_empty() || arguments.packages.iter().any(|name| package.name == *name)
+    });
+    let (mut names, mut has_library) = (Vec::new(), false);
+    for target in tested.flat_map(|package| &package.targets) {
+        has_library |= target.is_lib();
+        if target.is_test() && !names.contains(&target.name) {
+            names.push(target.name.clone());
+        }
+    }
+    names.sort_by_key(|name| {
+        let rank = LONGEST_FIRST.iter().position(|long| long == name);
+        rank.unwrap_or(LONGEST_FIRST.len())
+    });
+
+    let mut commands: Vec<_> = names.chunks(1).map(of).collect();
+    let mut units = of(&[]);
+    units.arg("--bins");
+    if has_library {
+        units.arg("--lib");
+        let mut documentation = of(&[]);
+        documentation.arg("--doc");
+        commands.push(documentation);
+    }
+    commands.push(units);
+    Ok(commands)
+}
+
+fn cargo_test(arguments: &Arguments, programs: &[String]) -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo
         .args(["test", "--all-features", "--no-fail-fast"])
@@ -82,14 +146,128 @@ fn cargo_test(arguments: &Arguments) -> Command {
     for package in &arguments.packages {
         cargo.args(["--package", package]);
     }
-    if std::env::var_os(THREADS).is_none() {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        cargo.env(THREADS, (2 * cores).to_string());
+    for program in programs {
+        cargo.args(["--test", program]);
     }
-    if let Some(filter) = &arguments.filter {
-        cargo.arg("--").arg(filter);
+    if std::env::var_os(THREADS).is_none() {
+        cargo.env(THREADS, (2 * cores()).to_string());
     }
     cargo
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// A running command, and the file with its output if it is not shown.
+struct Running {
+    shown: String,
+    child: Child,
+    output: Option<File>,
+    since: Instant,
+}
+
+impl Running {
+    /// Starts the command in a process group of its own, so that a signal reaches cargo and the
+    /// tests together.
+    fn start(mut command: Command, shows_output: bool) -> Result<Self, Error> {
+        let shown = shown(&command);
+        println!("test: {shown}");
+        let output = if shows_output {
+            None
+        } else {
+            let file = tempfile::tempfile().map_err(Error::Temporary)?;
+            let again = || file.try_clone().map_err(Error::Temporary);
+            command.stdout(again()?).stderr(again()?);
+            Some(file)
+        };
+        let child = command.process_group(0).stdin(Stdio::null()).spawn();
+        let child = child.map_err(|source| Error::CannotRun {
+            program: shown.clone(),
+            source,
+        })?;
+        Ok(Self {
+            shown,
+            child,
+            output,
+            since: Instant::now(),
+        })
+    }
+
+    /// `None` while it runs, then whether it succeeded. Prints the output when it has ended.
+    fn succeeded(&mut self) -> Result<Option<bool>, Error> {
+        let status = self.child.try_wait().map_err(|source| Error::CannotRun {
+            program: self.shown.clone(),
+            source,
+        })?;
+        if status.is_some() {
+            self.print_output()?;
+        }
+        Ok(status.map(|status| status.success()))
+    }
+
+    fn print_output(&mut self) -> Result<(), Error> {
+        let Some(mut output) = self.output.take() else {
+            return Ok(());
+        };
+        println!("test: {} took {:.0?}", self.shown, self.since.elapsed());
+        output.rewind().map_err(Error::Temporary)?;
+        std::io::copy(&mut output, &mut std::io::stdout()).map_err(Error::Temporary)?;
+        Ok(())
+    }
+
+    /// Stops it, and prints its output so far.
+    fn stop(&mut self) -> Result<(), Error> {
+        let group = Pid::from_child(&self.child);
+        // An error is normal: it may have ended.
+        let _ = kill_process_group(group, Signal::TERM);
+        let deadline = Instant::now() + STOP_TIMEOUT;
+        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let _ = kill_process_group(group, Signal::KILL);
+        let _ = self.child.wait();
+        self.print_output()
+    }
+}
+
+/// Runs the commands, as many at once as there are cores, and names those that failed.
+fn run_all(commands: Vec<Command>, stopping: &Stopping) -> Result<(), Error> {
+    let shows_output = commands.len() == 1;
+    let mut waiting = VecDeque::from(commands);
+    let (mut running, mut failed) = (Vec::<Running>::new(), Vec::new());
+    while !(waiting.is_empty() && running.is_empty()) {
+        if stopping.is_requested() {
+            eprintln!("test: stopping");
+            for it in &mut running {
+                it.stop()?;
+            }
+            return Err(Error::Stopped);
+        }
+        while running.len() < cores()
+            && let Some(command) = waiting.pop_front()
+        {
+            running.push(Running::start(command, shows_output)?);
+        }
+        for mut it in std::mem::take(&mut running) {
+            match it.succeeded()? {
+                None if it.since.elapsed() > PROGRAM_TIMEOUT && !shows_output => {
+                    eprintln!("test: {} takes longer than {PROGRAM_TIMEOUT:?}", it.shown);
+                    failed.push(it.shown.clone());
+                    it.stop()?;
+                }
+                None => running.push(it),
+                Some(true) => {}
+                Some(false) => failed.push(it.shown),
+            }
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    if failed.is_empty() {
+        Ok(())
+    } else {
+        Err(Error::Failed(failed.join("`, `")))
+    }
 }
 
 fn shown(command: &Command) -> String {
@@ -98,29 +276,6 @@ fn shown(command: &Command) -> String {
         .map(|word| word.to_string_lossy())
         .collect();
     format!("cargo {}", words.join(" "))
-}
-
-fn wait(child: &mut Child, shown: &str, stopping: &Stopping) -> Result<(), Error> {
-    let cannot = |source| Error::CannotRun {
-        program: shown.to_owned(),
-        source,
-    };
-    loop {
-        if let Some(status) = child.try_wait().map_err(cannot)? {
-            return if status.success() {
-                Ok(())
-            } else {
-                Err(Error::Failed(shown.to_owned()))
-            };
-        }
-        if stopping.is_requested() {
-            eprintln!("test: stopping");
-            let _ = kill_process_group(Pid::from_child(child), Signal::TERM);
-            child.wait().map_err(cannot)?;
-            return Err(Error::Stopped);
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
 }
 
 /// Stops the processes whose environment has the id of this run: tests that a signal ended do not
@@ -146,6 +301,37 @@ mod tests {
     use std::os::unix::process::ExitStatusExt;
 
     use super::*;
+
+    #[test]
+    fn failed_commands_are_named_after_all_have_run() {
+        let directory = tempfile::tempdir().unwrap();
+        let shell = |script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]).current_dir(directory.path());
+            command
+        };
+        let commands = ["exit 1", "echo ran > ran", "exit 2", "echo ran > last"];
+        let stopping = Stopping::on_signals().unwrap();
+        let error = run_all(commands.map(shell).into(), &stopping).unwrap_err();
+        let error = error.to_string();
+        for failed in ["`cargo -c exit 1`", "`cargo -c exit 2`"] {
+            assert!(error.contains(failed), "{error}");
+        }
+        assert!(["ran", "last"].map(|name| directory.path().join(name).exists()) == [true; 2]);
+        assert!(run_all(["true", "true"].map(shell).into(), &stopping).is_ok());
+    }
+
+    #[test]
+    fn a_program_that_ignores_a_signal_is_killed() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "trap '' TERM; echo ready; while :; do sleep 60; done"]);
+        let mut running = Running::start(command, false).unwrap();
+        while running.output.as_ref().unwrap().metadata().unwrap().len() == 0 {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        running.stop().unwrap();
+        assert!(running.child.try_wait().unwrap().is_some());
+    }
 
     #[test]
     fn only_leftover_processes_of_this_run_are_stopped() {

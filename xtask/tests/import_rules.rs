@@ -12,6 +12,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("oncegate-core", &[]),
     ("oncegate-redis", &["oncegate-core"]),
     ("oncegate-sql", &["oncegate-core"]),
+    ("oncegate-postgres", &["oncegate-core"]),
     ("oncegate-kafka", &["oncegate-core"]),
     ("oncegate-amqp", &["oncegate-core"]),
     ("oncegate-model", &["oncegate-core"]),
@@ -53,7 +54,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
 ];
 
 /// The clients of brokers and stores, which only adapters import.
-const DRIVERS: &[&str] = &["rdkafka", "lapin", "redis", "rusqlite"];
+const DRIVERS: &[&str] = &["rdkafka", "lapin", "redis", "rusqlite", "sqlx"];
 
 struct Import {
     by: String,
@@ -68,8 +69,11 @@ fn objection(import: &Import) -> Option<String> {
         return Some(format!("{by} imports the driver {of}"));
     }
     let is_of_the_workspace = MAY_IMPORT.iter().any(|(name, _)| name == of);
-    let is_for_tests = *kind == DependencyKind::Development && of == "oncegate-testkit";
-    if !is_of_the_workspace || is_for_tests {
+    let is_for_development = *kind == DependencyKind::Development;
+    let is_for_tests = is_for_development && of == "oncegate-testkit";
+    // The facade does not have this adapter, so its example uses both.
+    let is_for_an_example = is_for_development && by == "oncegate-postgres" && of == "oncegate";
+    if !is_of_the_workspace || is_for_tests || is_for_an_example {
         return None;
     }
     match MAY_IMPORT.iter().find(|(name, _)| name == by) {

@@ -1,33 +1,41 @@
-//! `rust-version` in `Cargo.toml` is a promise that the dependencies keep, too. Clippy's
+//! `rust-version` in a manifest is a promise that the dependencies keep, too. Clippy's
 //! `incompatible_msrv` keeps it for the standard library.
 
-use cargo_metadata::{MetadataCommand, semver::Version};
+use std::collections::HashSet;
+
+use cargo_metadata::{Metadata, MetadataCommand, PackageId};
 
 #[test]
-fn no_dependency_needs_a_newer_rust_than_the_workspace_promises() {
+fn no_dependency_needs_a_newer_rust_than_its_package_promises() {
     let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/../Cargo.toml");
     let metadata = MetadataCommand::new()
         .manifest_path(manifest)
         .exec()
         .expect("cargo metadata");
-    let promised: &Version = metadata
-        .workspace_packages()
-        .into_iter()
-        .find(|package| package.name.as_str() == "oncegate")
-        .and_then(|package| package.rust_version.as_ref())
-        .expect("the facade has a rust-version");
-    let newer: Vec<String> = metadata
-        .packages
-        .iter()
-        .filter(|package| {
-            let needed = package.rust_version.as_ref();
-            needed.is_some_and(|it| (it.major, it.minor) > (promised.major, promised.minor))
-        })
-        .map(|package| format!("{} {}", package.name, package.version))
-        .collect();
-    assert_eq!(
-        newer,
-        Vec::<String>::new(),
-        "these need more than Rust {promised}"
-    );
+    let mut newer = Vec::new();
+    for package in metadata.workspace_packages() {
+        let promised = package.rust_version.as_ref().expect("a rust-version");
+        for id in needed_by(&metadata, &package.id) {
+            let needed = metadata[id].rust_version.as_ref();
+            if needed.is_some_and(|it| (it.major, it.minor) > (promised.major, promised.minor)) {
+                newer.push(format!("{} for {}", metadata[id].name, package.name));
+            }
+        }
+    }
+    assert_eq!(newer, Vec::<String>::new());
+}
+
+/// A package and all that it depends on.
+fn needed_by<'a>(metadata: &'a Metadata, package: &'a PackageId) -> HashSet<&'a PackageId> {
+    let resolve = metadata
+        .resolve
+        .as_ref()
+        .expect("dependencies are resolved");
+    let (mut found, mut left) = (HashSet::new(), vec![package]);
+    while let Some(id) = left.pop() {
+        if found.insert(id) {
+            left.extend(&resolve[id].dependencies);
+        }
+    }
+    found
 }

@@ -25,6 +25,7 @@ const COMPILED: &[&str] = &[
     "crates/oncegate/examples",
     "crates/oncegate/tests",
     "crates/oncegate-admin/examples",
+    "crates/oncegate-postgres/examples",
     "crates/oncegate-testkit/tests/laws",
     "examples/payments/src",
     "examples/payments/src/bin",

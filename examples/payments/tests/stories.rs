@@ -38,7 +38,7 @@ fn explain_resolve_and_redrive(run: &Run) {
     let broken = broken
         .iter()
         .find(|id| id.starts_with("broken-"))
-        .expect("about one in two hundred")
+        .unwrap_or_else(|| panic!("about one in two hundred is malformed: {broken:?}"))
         .as_str();
 
     run.assert_explained(
@@ -63,15 +63,7 @@ fn explain_resolve_and_redrive(run: &Run) {
         "in-doubt",
         &["Its effect is unknown", "in-doubt resolve"],
     );
-    run.assert_explained(
-        broken,
-        "dead-lettered",
-        &[
-            "unreadable",
-            "not the JSON that was expected",
-            "dead-letters redrive",
-        ],
-    );
+    run.assert_explained(broken, "dead-lettered", &["dead-letters redrive"]);
     run.assert_explained("nobody", "unknown", &["Nothing is known about this id"]);
 
     // The ledger shows that it happened. Without --yes the command is a preview.
@@ -107,7 +99,12 @@ fn explain_resolve_and_redrive(run: &Run) {
         run.listed_ids("dead-letters").contains(broken)
     });
     worker.exits_with();
-    run.assert_explained(broken, "dead-lettered", &["unreadable", "bob"]);
+    // Before, a worker may have been killed after it recorded the rejection: then the reason is that.
+    run.assert_explained(
+        broken,
+        "dead-lettered",
+        &["unreadable", "not the JSON that was expected", "bob"],
+    );
 
     // The audit of the store has the actions of all runs; the scope is that of this run.
     for (who, what, id) in [

@@ -1,6 +1,6 @@
 //! Types have different names, unless they are the same idea in several crates. Reads the `src` and
-//! `examples` of each crate in `crates`, the demo, the benchmark, the tests that
-//! have programs of their own, and the development commands.
+//! `examples` of each crate in `crates`, the demo, the benchmark, the tests that have
+//! programs of their own, and the development commands.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use super::{read, root};
 const SHARED: &[(&str, &[&str])] = &[
     (
         "the server that the testkit starts, and its client: a test names the module",
-        &["Kafka", "Redis"],
+        &["Kafka", "Postgres", "Redis"],
     ),
     ("whether the clients of a server use TLS", &["Transport"]),
     (
