@@ -374,3 +374,63 @@ async fn an_operation_with_a_lost_reply_is_repeated_within_the_stop_timeout() {
         .await;
     assert_eq!(fixture.handler.0.attempts("id-0"), [1, 2]);
 }
+
+/// An unavailable store. Whether it applied an operation is unknown for its first answers.
+struct Unavailable {
+    unknown: usize,
+    applies: Arc<AtomicUsize>,
+}
+
+#[async_trait]
+impl Store for Unavailable {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let applied_before = self.applies.fetch_add(1, Ordering::SeqCst);
+        let error = || {
+            let text = || "connection refused".into();
+            if applied_before < self.unknown {
+                StoreError::Unknown(text())
+            } else {
+                StoreError::NotApplied(text())
+            }
+        };
+        operations.iter().map(|_| Err(error())).collect()
+    }
+}
+
+/// How long a stop takes while the store is unavailable and no handler has run.
+async fn stop_without_store(unknown: usize, drain_timeout: Duration) -> Duration {
+    let fixture = Fixture::new(MESSAGES);
+    let applies = Arc::new(AtomicUsize::new(0));
+    let store = Unavailable {
+        unknown,
+        applies: applies.clone(),
+    };
+    let began = Arc::new(Mutex::new(None));
+    let stop_began = began.clone();
+    let consumer = fixture
+        .consumer(Guarantee::AtMostOnce, store)
+        .drain_timeout(drain_timeout);
+    let stop = async move {
+        while applies.load(Ordering::SeqCst) < 3 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        *stop_began.lock().expect("no panic inside") = Some(Instant::now());
+    };
+    consumer.run_until(stop).await.expect("a clean end");
+    assert_eq!(fixture.broker.unsettled(), MESSAGES);
+    assert_eq!(fixture.handler.0.started.load(Ordering::SeqCst), 0);
+    let began = began.lock().expect("no panic inside").take();
+    began.expect("it was stopped").elapsed()
+}
+
+#[tokio::test]
+async fn a_stop_does_not_wait_for_a_store_that_has_no_claim() {
+    let took = stop_without_store(0, Duration::from_secs(60)).await;
+    assert!(took < STOP_TIMEOUT + SLACK, "{took:?}");
+}
+
+#[tokio::test]
+async fn a_stop_waits_for_a_store_that_may_have_a_claim() {
+    let took = stop_without_store(1, Duration::from_millis(500)).await;
+    assert!(took >= Duration::from_millis(500), "{took:?}");
+}

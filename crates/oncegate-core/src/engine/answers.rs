@@ -42,7 +42,7 @@ impl Engine {
         let may_claim = claim_filter(intake, &self.executor.suspects, scope);
         self.batcher.send(max_batches, now, may_claim, |slot| {
             let entry = intake.at(slot)?;
-            entry.claim.set(ClaimState::Sent);
+            entry.claim.set(entry.claim.get().sent());
             entry.operation(scope)
         });
     }
@@ -54,11 +54,11 @@ impl Engine {
             .next_try_at(claim_filter(&self.intake, suspects, scope))
     }
 
-    /// Drops the claims of deliveries that drain, unless they were sent before.
+    /// Drops the claims of deliveries that drain, unless the store may have them.
     fn drop_unsent_claims(&mut self) {
         for slot in self.batcher.take_claims() {
             let unsent = self.intake.at(slot).is_some_and(|entry| {
-                entry.claim.get() == ClaimState::Unsent && entry.in_flight.driver().is_draining()
+                entry.claim.get() == ClaimState::Absent && entry.in_flight.driver().is_draining()
             });
             if unsent {
                 self.handle_event(slot, Event::ClaimNotSent);
@@ -133,6 +133,8 @@ impl Engine {
             }
             if let Some(entry) = slot.and_then(|slot| self.intake.at_mut(slot)) {
                 entry.end_operation(&"unavailable", None);
+                let may_be_applied = !matches!(answer, Err(StoreError::NotApplied(_)));
+                entry.claim.set(entry.claim.get().failed(may_be_applied));
             }
         }
         self.leases.update_renewals();
@@ -157,6 +159,7 @@ impl Engine {
                     self.reporter.logs.taken_over(entry, attempts);
                 }
                 entry.end_operation(&verdict, Some(attempts.number));
+                entry.claim.set(ClaimState::MayExist);
                 if self.leases.are_renewed() {
                     let (token, duration) = (operation.token, operation.terms.lease);
                     let lease = Lease::new(token, duration, sent, renew_until);
@@ -182,6 +185,11 @@ impl Engine {
                 if let Stage::Claiming(_, ClaimTries(0)) = entry.stage() {
                     self.reporter.logs.held_elsewhere(entry, remaining);
                 }
+            }
+            Verdict::Duplicate => {
+                let id = entry.id().map(MessageId::as_str);
+                let origin = &entry.in_flight.message().origin;
+                tracing::debug!(id, %origin, "duplicate skipped: its id was handled before");
             }
             _ => {}
         }
@@ -222,8 +230,18 @@ impl Engine {
                 self.report_unreadable_marker(slot, why);
                 Event::UnreadableMarker
             }
+            Err(_) if self.is_released_without_store(slot) => Event::ClaimNotSent,
             Err(_) => Event::Unavailable,
         }
+    }
+
+    /// Whether a delivery drains and the store has no claim of it, so that a stop need not wait for
+    /// an unavailable store.
+    fn is_released_without_store(&self, slot: Slot) -> bool {
+        self.intake.at(slot).is_some_and(|entry| {
+            entry.claim.get() == ClaimState::Absent
+                && matches!(entry.stage(), Stage::ClaimingInDrain(_))
+        })
     }
 
     /// The record under a message's key was not written by oncegate.

@@ -75,7 +75,7 @@ impl Engine {
             arrival,
             occupancy: Occupancy::InFlight,
             counted: Phase::Open,
-            claim: Cell::new(ClaimState::Unsent),
+            claim: Cell::new(ClaimState::Absent),
             has_lease: false,
             ordering_key,
             store_span: None,
@@ -379,7 +379,7 @@ impl Engine {
         }
         if attempt == 0 {
             if let Stage::Claiming(_, ClaimTries(0)) = stage {
-                entry.claim.set(ClaimState::Unsent); // it has a new token
+                entry.claim.set(ClaimState::Absent); // it has a new token
             }
             if entry.has_lease {
                 self.release_lease(slot);

@@ -39,11 +39,34 @@ pub(super) struct InFlightEntry {
     pub(super) bytes: usize,
 }
 
-/// Whether the claim of a delivery was sent to the store.
+/// Whether the store may have a claim of this delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClaimState {
-    Unsent,
+    /// It was not sent, or the store did not apply it: the delivery can be released without the store.
+    Absent,
+    /// It was sent for the first time, or again after the store did not apply it, and is not answered.
     Sent,
+    /// The store has applied it, or the answer was lost.
+    MayExist,
+}
+
+impl ClaimState {
+    /// An operation is sent.
+    #[inline]
+    pub(super) fn sent(self) -> Self {
+        match self {
+            Self::Absent => Self::Sent,
+            state => state,
+        }
+    }
+
+    /// The store returned an error, after it may have applied the operation or not.
+    pub(super) fn failed(self, may_be_applied: bool) -> Self {
+        match self {
+            Self::Absent | Self::Sent if !may_be_applied => Self::Absent,
+            _ => Self::MayExist,
+        }
+    }
 }
 
 /// Which limit a delivery counts towards.

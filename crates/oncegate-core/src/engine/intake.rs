@@ -345,7 +345,7 @@ mod tests {
             arrival: Event::Arrived,
             occupancy: Occupancy::InFlight,
             counted: Phase::Open,
-            claim: Cell::new(ClaimState::Unsent),
+            claim: Cell::new(ClaimState::Absent),
             has_lease: false,
             ordering_key,
             store_span: None,

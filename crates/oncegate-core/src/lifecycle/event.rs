@@ -16,7 +16,7 @@ pub enum Event {
     Answer(Verdict),
     /// The store did not answer, or its answer was lost.
     Unavailable,
-    /// The claim was not sent to the store.
+    /// The claim was not sent to the store, or the store replied that it did not apply it.
     ClaimNotSent,
     /// The value under the key in the store is not a marker: another program wrote it.
     UnreadableMarker,
