@@ -290,7 +290,7 @@ impl Engine {
             self.timers.next(),
             self.next_try_at(),
             self.drain.deadline(),
-            self.reporter.next_status_at(),
+            self.reporter.next_report_at(),
             resume,
         ]
         .into_iter()
@@ -375,7 +375,7 @@ impl Engine {
         if !left.is_empty() {
             tracing::warn!(
                 in_flight = left.len(),
-                "stopping without the store's answers: these messages are redelivered and can be claimed after their lease, and the next claim may count a crash"
+                "stopping without the store's answers: these messages are redelivered; those that the store has a claim of can be claimed after their lease, and that claim may count a crash"
             );
         }
         if !self.batcher.late.is_empty() {
@@ -389,6 +389,8 @@ impl Engine {
             self.handle_event(slot, Event::StopNow);
         }
         self.settle().await;
+        // Nothing follows: the period need not be over.
+        self.reporter.logs.suppressed(Instant::now() + logs::PERIOD);
         fault::point("drain.closing");
         let closed = self.source.close(self.drain.close_by(Instant::now())).await;
         fault::point("drain.closed");

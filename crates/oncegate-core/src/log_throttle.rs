@@ -47,6 +47,21 @@ impl LogThrottle {
         self.written += 1;
         Some(std::mem::take(&mut self.suppressed))
     }
+
+    /// When the lines that were suppressed can be reported, if there are any.
+    pub fn report_at(&self) -> Option<Instant> {
+        let start = self.period_start.filter(|_| self.suppressed > 0)?;
+        Some(start + self.period)
+    }
+
+    /// The number of lines that were suppressed since the last one, once the period is over; 0
+    /// before, and if there are none. Without this, those of the last period are never reported.
+    pub fn take_suppressed(&mut self, now: Instant) -> u64 {
+        match self.report_at() {
+            Some(at) if at <= now => std::mem::take(&mut self.suppressed),
+            _ => 0,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -66,6 +81,25 @@ mod tests {
             written(LogThrottle::every(Duration::from_secs(10)), 0..25),
             [(0, 0), (10, 9), (20, 9)]
         );
+    }
+
+    #[test]
+    fn the_suppressed_lines_of_the_last_period_are_reported_after_it() {
+        let (mut throttle, start) = (
+            LogThrottle::up_to(2, Duration::from_secs(10)),
+            Instant::now(),
+        );
+        let at = |second| start + Duration::from_secs(second);
+        let due: Vec<_> = (0..5).map(|second| throttle.due(at(second))).collect();
+        assert_eq!(due, [Some(0), Some(0), None, None, None]);
+        assert_eq!(throttle.report_at(), Some(at(10)));
+        assert_eq!(throttle.take_suppressed(at(9)), 0);
+        assert_eq!(throttle.take_suppressed(at(10)), 3);
+        assert_eq!(
+            (throttle.report_at(), throttle.take_suppressed(at(11))),
+            (None, 0)
+        );
+        assert_eq!(throttle.due(at(12)), Some(0));
     }
 
     #[test]

@@ -126,6 +126,8 @@ impl KafkaSource {
             topic = %delivery.message.origin.name,
             partition = delivery.receipt.partition,
             offset = delivery.receipt.position,
+            key = delivery.message.key.as_deref().map(String::from_utf8_lossy).as_deref(),
+            destination = self.dead_letters.destination(&delivery.message.origin.name, &Reason::TooLarge),
             bytes = delivery.message.body.len(),
             limit = self.body_limit,
             "message body exceeds body_limit; rejecting the message to the dead-letter topic; raise body_limit if such messages are valid"

@@ -25,8 +25,18 @@ pub(crate) fn migrating_slot(code: &str, detail: &str) -> Option<u16> {
 pub(crate) fn from_server_error(code: &str, detail: &str) -> StoreFailure {
     let reply = format!("Redis replied {code} {detail}");
     match code {
-        "LOADING" | "READONLY" | "OOM" | "MISCONF" | "NOREPLICAS" | "BUSY" | "MASTERDOWN"
-        | "TRYAGAIN" => StoreFailure::not_applied(reply),
+        "OOM" => StoreFailure::not_applied(format!(
+            "{reply}: the server is full; raise its maxmemory, or shorten the dedup window"
+        )),
+        "MISCONF" => StoreFailure::not_applied(format!(
+            "{reply}: the server cannot write to its disk; free space on it"
+        )),
+        "NOREPLICAS" => StoreFailure::not_applied(format!(
+            "{reply}: start the replicas that min-replicas-to-write of the server demands"
+        )),
+        "LOADING" | "READONLY" | "BUSY" | "MASTERDOWN" | "TRYAGAIN" => {
+            StoreFailure::not_applied(reply)
+        }
         "NOPERM" => StoreFailure::misconfigured(format!("{reply}: {}", permission_remedy(detail))),
         "NOAUTH" | "WRONGPASS" => {
             StoreFailure::misconfigured(format!("{reply}: correct user and password in the URL"))

@@ -30,8 +30,10 @@ pub(super) struct Logs {
     not_recorded: LogThrottle,
 }
 
-/// The maximum number of lines of one kind per second.
-const LINES: u32 = 10;
+/// The maximum number of lines of one kind in each period: a burst of messages that fail at once is
+/// logged message by message.
+const LINES: u32 = 100;
+pub(super) const PERIOD: Duration = Duration::from_secs(10);
 /// The maximum number of lines about unrecorded outcomes per second. They occur once, at the end of a
 /// consumer, for the deliveries in flight.
 const MAX_NOT_RECORDED: u32 = 1000;
@@ -54,7 +56,7 @@ impl Logs {
             possible_crash_loop,
             held_elsewhere,
             lease_lost,
-        ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, Duration::from_secs(1)));
+        ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, PERIOD));
         Self {
             unavailable,
             late_completions_full,
@@ -90,7 +92,7 @@ impl Logs {
         let first = failure_history.and_then(|it| it.first_error.as_deref());
         let last = failure_history.and_then(|it| it.last_error.as_deref());
         let (error, last_error) = (
-            first.or(last),
+            first.or(last).or(Some(reason.cause())),
             last.filter(|_| last != first && first.is_some()),
         );
         let (id, attempts, crashes) = (
@@ -122,6 +124,31 @@ impl Logs {
             );
         } else {
             warn!("message rejected, sending it to the dead letters");
+        }
+    }
+
+    /// When [`suppressed`](Self::suppressed) has something to log.
+    pub(super) fn report_at(&self) -> Option<Instant> {
+        let (rejected, in_doubt) = (self.rejected.report_at(), self.in_doubt.report_at());
+        rejected.into_iter().chain(in_doubt).min()
+    }
+
+    /// Logs how many rejected messages had no line of their own, if no other line of their kind
+    /// followed.
+    pub(super) fn suppressed(&mut self, now: Instant) {
+        let rejected = self.rejected.take_suppressed(now);
+        if rejected > 0 {
+            tracing::warn!(
+                suppressed_lines = rejected,
+                "more messages rejected than logged: see them with `oncegate dead-letters list`"
+            );
+        }
+        let in_doubt = self.in_doubt.take_suppressed(now);
+        if in_doubt > 0 {
+            tracing::warn!(
+                suppressed_lines = in_doubt,
+                "more messages in doubt than logged: see them with `oncegate in-doubt list`"
+            );
         }
     }
 

@@ -112,9 +112,10 @@ impl Reporter {
         }
     }
 
-    /// When to publish the next status, if there is one.
-    pub(super) fn next_status_at(&self) -> Option<Instant> {
-        self.status.is_some().then_some(self.next_status_at)
+    /// When there is something to publish or to log, if no message arrives before.
+    pub(super) fn next_report_at(&self) -> Option<Instant> {
+        let next_status = self.status.is_some().then_some(self.next_status_at);
+        next_status.into_iter().chain(self.logs.report_at()).min()
     }
 
     /// Updates the gauges, and the status if it is due. Warns if the queue is full.
@@ -122,6 +123,7 @@ impl Reporter {
         if let Some((waiting, bytes)) = intake.full_queue() {
             self.logs.queue_full(waiting, bytes);
         }
+        self.logs.suppressed(now);
         let (in_flight, waiting) = (intake.in_flight(), intake.count(Phase::Queued));
         self.metrics.set_gauges(GaugeValues {
             in_flight,

@@ -112,6 +112,39 @@ impl Reason {
         }
     }
 
+    /// The cause, as a clause about the message: `its handler panicked`.
+    pub fn cause(&self) -> &'static str {
+        match self {
+            Self::MissingId => "it has no id",
+            Self::UnusableId => "its id is not valid",
+            Self::Unreadable => "its body cannot be read",
+            Self::Conflict => "its id was used for another body",
+            Self::Refused => "its handler rejected it",
+            Self::AttemptsSpent => "its attempts are exhausted",
+            Self::CrashesSpent => {
+                "too many processes crashed while they handled it, so that it may have taken effect"
+            }
+            Self::RejectedBefore => {
+                "a message with this id was rejected before and not redriven since"
+            }
+            Self::TooLarge => "it exceeds the body limit of the source",
+            Self::InDoubt(DoubtCause::HandlerReported) => {
+                "its handler reported that it may have happened"
+            }
+            Self::InDoubt(DoubtCause::Panicked) => "its handler panicked",
+            Self::InDoubt(DoubtCause::TimedOut) => "its handler timed out",
+            Self::InDoubt(DoubtCause::Interrupted) => {
+                "the process that handled it crashed, lost its lease, or ended before its outcome was found out; that process's log may have the error of its handler"
+            }
+            Self::InDoubt(DoubtCause::TooOld) => {
+                "it is older than max_age, so it may have been handled before"
+            }
+            Self::InDoubt(DoubtCause::UnreadableMarker) => {
+                "the value of its key in the store is not a marker"
+            }
+        }
+    }
+
     /// Whether the message goes to the in-doubt queue, for an operator to resolve, and not to the
     /// dead-letter queue.
     pub fn is_in_doubt(&self) -> bool {
