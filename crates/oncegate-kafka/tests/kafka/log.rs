@@ -146,7 +146,10 @@ async fn open(topic: &Topic) -> KafkaSource {
     for name in [topic.dead_letters(), topic.in_doubt()] {
         topic.create(&name, 1, &UNLIMITED_RETENTION).await;
     }
-    topic.open().await
+    // For the case that the client is replaced: the next one waits until its member has timed out.
+    let source = topic.source().property("session.timeout.ms", "10000");
+    let source = source.connect(ConnectOptions::default()).await;
+    source.expect("a source")
 }
 
 /// A topic whose log is truncated: some messages are settled below and above the truncation, one
@@ -228,7 +231,9 @@ async fn receive_offsets(source: &mut KafkaSource, offsets: Range<i64>) -> BTree
 }
 
 /// Settles the due deliveries until the group has committed this offset. On a busy machine the
-/// group may remove the member while its broker is down, and deliveries arrive again.
+/// group may remove the member while its broker is down, and deliveries arrive again; or the client
+/// is replaced because it does not reach its group, even twice, and each time the next one waits
+/// until the member before it has timed out.
 async fn settle_until(
     source: &mut KafkaSource,
     topic: &Topic,
@@ -236,7 +241,7 @@ async fn settle_until(
     is_due: impl Fn(i64) -> bool,
     committed: i64,
 ) {
-    let end = Instant::now() + BOUND;
+    let end = Instant::now() + 3 * BOUND;
     loop {
         let due: Vec<i64> = held
             .keys()
