@@ -9,7 +9,7 @@ use crate::decode::{Decode, Json};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::handler::Handler;
-use crate::id::{IdSource, Scope};
+use crate::id::{IdSource, IntoIdSource, Scope};
 use crate::inbox::{InTransaction, Inbox, InboxStore, TransactionalHandler};
 use crate::lifecycle::Outage;
 use crate::marker::Guarantee;
@@ -156,8 +156,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 
     /// Where the idempotency key of a message is read from. There is no default: a wrong guess
     /// would skip messages.
-    pub fn id(mut self, id: IdSource) -> Self {
-        self.settings.id = Some(id);
+    pub fn id(mut self, id: impl IntoIdSource) -> Self {
+        self.settings.id = Some(id.into_id_source());
         self
     }
 

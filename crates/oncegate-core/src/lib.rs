@@ -60,7 +60,7 @@ pub use decode::{Decode, Json, Raw, RawBytes};
 pub use error::Error;
 pub use gate::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
 pub use handler::{Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconciled};
-pub use id::{IdSource, Key, MessageId, Scope};
+pub use id::{IdSource, IntoIdSource, Key, MessageId, Scope};
 pub use inbox::{Inbox, TransactionalHandler};
 pub use lifecycle::Outage;
 #[doc(hidden)]

@@ -337,7 +337,7 @@ impl AmqpDriver {
             tracing::warn!(
                 queue,
                 message_id = delivery.message.message_id.as_deref().map(String::from_utf8_lossy).as_deref(),
-                destination = &*self.context.dead_letters,
+                destination = self.context.dead_letters.as_str(),
                 bytes,
                 limit = self.context.body_limit,
                 "message body exceeds body_limit; rejecting the message to the dead letters (reason too-large); to handle it, raise body_limit and redrive it"

@@ -273,7 +273,7 @@ impl Logs {
                 attempt,
                 %origin,
                 suppressed_lines,
-                "lease lost, the handler is dropped and its outcome is unknown: the process or the store was paused for longer than the lease, and another consumer may handle the message; use a longer lease"
+                "lease lost, the handler is dropped and its outcome is unknown: the process or the store was paused for longer than the lease, or the marker was deleted or evicted, and another consumer may handle the message; use a longer lease, and a store that evicts nothing"
             );
         }
     }

@@ -26,6 +26,25 @@ pub enum NoId {
 #[derive(Clone)]
 pub struct IdSource(IdReader);
 
+/// What [`Builder::id`](crate::Builder::id) accepts: an [`IdSource`]. The compiler's error for
+/// anything else names the constructors.
+#[doc(hidden)]
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not say where the id is read from",
+    label = "this is no `IdSource`",
+    note = "pass `IdSource::header(\"…\")`, `IdSource::message_id()`, `IdSource::key()`, `IdSource::json_pointer(\"/…\")`, `IdSource::body_hash()` or `IdSource::by(|message| …)`"
+)]
+pub trait IntoIdSource {
+    /// Returns the source.
+    fn into_id_source(self) -> IdSource;
+}
+
+impl IntoIdSource for IdSource {
+    fn into_id_source(self) -> IdSource {
+        self
+    }
+}
+
 type ReadId = dyn Fn(&Message) -> Option<Vec<u8>> + Send + Sync;
 
 #[derive(Clone)]

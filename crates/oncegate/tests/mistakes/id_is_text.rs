@@ -1,5 +1,6 @@
 //! The name of a header in place of an `IdSource`.
-// error: expected `IdSource`, found `&str`
+// error: `&str` does not say where the id is read from
+// error: pass `IdSource::header("…")`
 
 use oncegate::Consumer;
 
