@@ -27,10 +27,13 @@ pub struct Json;
 
 impl Decode for Json {
     fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, BoxError> {
-        serde_json::from_slice(crate::id::json::without_byte_order_mark(&message.body)).map_err(
-            |error| {
-                let (line, column) = (error.line(), error.column());
-                match expectation(&error.to_string()) {
+        let body = crate::id::json::without_byte_order_mark(&message.body);
+        serde_json::from_slice(body).map_err(|error| {
+            if body.iter().all(u8::is_ascii_whitespace) {
+                return "the body is empty, so it is not JSON".into();
+            }
+            let (line, column) = (error.line(), error.column());
+            match expectation(&error.to_string()) {
                 Some(expected) => {
                     format!(
                         "not the JSON that was expected: {expected} (line {line}, column {column})"
@@ -42,8 +45,7 @@ impl Decode for Json {
                 ),
             }
             .into()
-            },
-        )
+        })
     }
 }
 
@@ -116,6 +118,10 @@ mod tests {
                 .expect("a number behind a byte order mark"),
             42
         );
+        for empty in ["", " \n", "\u{feff}"] {
+            let error = Json.decode::<u32>(&Message::new(empty));
+            assert!(error.expect_err("no JSON").to_string().contains("empty"));
+        }
         let raw: Raw = RawBytes
             .decode(&Message::new(vec![0xff, 0]))
             .expect("bytes");

@@ -336,7 +336,12 @@ impl AmqpDriver {
         let action = if bytes > self.context.body_limit {
             tracing::warn!(
                 queue,
-                message_id = delivery.message.message_id.as_deref().map(String::from_utf8_lossy).as_deref(),
+                message_id = delivery
+                    .message
+                    .message_id
+                    .as_deref()
+                    .map(String::from_utf8_lossy)
+                    .as_deref(),
                 destination = self.context.dead_letters.as_str(),
                 bytes,
                 limit = self.context.body_limit,
