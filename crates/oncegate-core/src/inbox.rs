@@ -122,6 +122,7 @@ pub trait Inbox: Send + Sync + 'static {
 
 /// The result of [`Inbox::begin`].
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum Begun<T> {
     /// A transaction with the record.
     Transaction(T),

@@ -1,8 +1,9 @@
 //! The core of oncegate: the traits of sources, stores and handlers, the consumer loop, the gate, and
 //! an in-memory source and store.
 //!
-//! Start with [`Handler`] and [`Consumer`]. The pure functions [`marker::apply`] and
-//! [`lifecycle::transition`] decide everything that the guarantee depends on.
+//! Start with [`Handler`] and [`Consumer`]. Two pure functions decide everything that the guarantee
+//! depends on: [`marker::apply`] the next marker of a key, and `lifecycle::transition` the next action
+//! for a delivery.
 #![forbid(unsafe_code)]
 
 mod boot_time;

@@ -12,18 +12,24 @@ mod stage;
 
 use std::time::Duration;
 
+// For the model, the laws and their mutants, with `transition` and `Action`; not part of the API.
+#[doc(hidden)]
 pub use event::{Event, Outcome};
-pub use policy::{Isolation, Outage, Policy};
+pub use policy::Outage;
+#[doc(hidden)]
+pub use policy::{Isolation, Policy};
 use settlement::ProofKind;
 pub use settlement::{Proof, Reason, Settlement};
+pub use stage::DoubtCause;
+#[doc(hidden)]
 pub use stage::{
-    AfterDoubt, AfterWithdrawal, ClaimReply, ClaimTries, DoubtCause, Freshness, Grant, History,
-    Stage, Tries,
+    AfterDoubt, AfterWithdrawal, ClaimReply, ClaimTries, Freshness, Grant, History, Stage, Tries,
 };
 
 use crate::marker::{Effect, Finding, Guarantee, Verdict};
 
 /// What the owner of a delivery, the engine or the gate, does next.
+#[doc(hidden)]
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Send a claim with a new token.
@@ -52,6 +58,7 @@ pub enum Action {
 
 /// The next stage and action of a delivery. Total: an event that does not apply to a stage changes
 /// nothing and returns [`Action::Wait`].
+#[doc(hidden)]
 #[inline(always)]
 pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action) {
     use {Event::*, Stage::*, Verdict as V};

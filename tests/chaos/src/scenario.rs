@@ -55,12 +55,12 @@ pub struct ScenarioOptions {
 pub struct ScenarioRunner<'a> {
     folder: PathBuf,
     stopping: &'a Stopping,
-    servers: HashMap<(Broker, Redis), TestServers>,
+    servers: HashMap<(Broker, RedisServers), TestServers>,
 }
 
 /// The Redis servers of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Redis {
+enum RedisServers {
     Single,
     Sentinels,
 }
@@ -340,9 +340,9 @@ impl<'a> ScenarioRunner<'a> {
         self.stopping.check()?;
         let begun = Instant::now();
         let redis = if plan.redis == RedisSetup::Single {
-            Redis::Single
+            RedisServers::Single
         } else {
-            Redis::Sentinels
+            RedisServers::Sentinels
         };
         let servers = match self.servers.remove(&(broker, redis)) {
             Some(servers) => servers,
@@ -354,9 +354,11 @@ impl<'a> ScenarioRunner<'a> {
                     .find(|((other, _), _)| *other == broker)
                     .map(|(_, servers)| servers);
                 match (other, redis) {
-                    (Some(servers), Redis::Sentinels) => servers.with_sentinels()?,
-                    (_, Redis::Single) => TestServers::start(broker)?,
-                    (None, Redis::Sentinels) => TestServers::start(broker)?.with_sentinels()?,
+                    (Some(servers), RedisServers::Sentinels) => servers.with_sentinels()?,
+                    (_, RedisServers::Single) => TestServers::start(broker)?,
+                    (None, RedisServers::Sentinels) => {
+                        TestServers::start(broker)?.with_sentinels()?
+                    }
                 }
             }
         };

@@ -93,6 +93,7 @@ pub struct Grant {
 
 /// Why it is unknown whether the effect happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum DoubtCause {
     /// The handler reported it.
     HandlerReported,

@@ -154,6 +154,19 @@ fn the_summary_lists_every_page_once() {
     );
 }
 
+/// What a user would read at most. A page that grows takes the words from another one.
+const MAX_WORDS: usize = 30_000;
+
+#[test]
+fn the_book_has_at_most_30_000_words() {
+    let words: usize = pages()
+        .iter()
+        .map(|page| read(page).split_whitespace().count())
+        .sum();
+    assert!(words > 10_000, "only {words}: a page was not found");
+    assert!(words <= MAX_WORDS, "{words}");
+}
+
 #[test]
 fn the_target_and_anchor_of_every_link_exist() {
     let top_level = [

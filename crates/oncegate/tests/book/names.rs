@@ -44,8 +44,16 @@ const SHARED: &[(&str, &[&str])] = &[
         &["Charge", "Payment", "Print", "Shelf", "Stock"],
     ),
     (
-        "the demo and the library have a type for the same idea",
-        &["Provider", "Report", "Row"],
+        "the payment provider that counts its charges: in the demo and in the model",
+        &["Provider"],
+    ),
+    (
+        "what a run has counted: in the test kit, the chaos runs and the demo",
+        &["Report"],
+    ),
+    (
+        "a row of a table of cases: those of the store laws, and bad input",
+        &["Row"],
     ),
 ];
 
