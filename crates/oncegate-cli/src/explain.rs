@@ -135,6 +135,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
     let result = unchecked.end();
     // After the result, which this does not change: a gate may be used without a broker.
     if !Broker::any_configured(context) {
+        evidence.incomplete = vec![Destination::DeadLetters, Destination::InDoubt];
         unchecked.note(
             "the dead letters and messages in doubt",
             CliError::usage("no broker is configured"),

@@ -23,6 +23,8 @@ pub(crate) enum HandlingVerdict {
     Abandoned,
     InDoubt,
     DeadLettered,
+    /// In the dead letters, and an attempt may have had an effect.
+    EffectUnknown,
     /// The only dead letter has another body than the message that used the id first, and the
     /// marker of that message is absent.
     Conflict,
@@ -66,8 +68,9 @@ impl HandlingVerdict {
             Self::Abandoned => "abandoned by its holder",
             Self::InDoubt => "in doubt",
             Self::DeadLettered => "not handled; in the dead letters",
+            Self::EffectUnknown => "not recorded as handled, effect unknown; in the dead letters",
             Self::Conflict => "unknown; another body with this id is in the dead letters",
-            Self::Dropped => "not handled; dropped by an operator",
+            Self::Dropped => "not recorded as handled; dropped by an operator",
             Self::SentBack => "sent back by an operator; not handled yet",
             Self::WillRunAgain => {
                 "not recorded as handled; will run again if its message is in the broker"
@@ -118,7 +121,7 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
             },
         ),
         MarkerState::Rejected | MarkerState::Absent | MarkerState::Cleared => match (own, doubt, &conflict) {
-            (Some(message), ..) => (HandlingVerdict::DeadLettered, dead_lettered(evidence, &message, marker.state)),
+            (Some(message), ..) => dead_lettered(evidence, &message, marker.state),
             (None, Some(message), _) => (HandlingVerdict::InDoubt, in_doubt(evidence, Some(&message), marker.state)),
             (None, None, Some(_)) if marker.state == MarkerState::Absent => (HandlingVerdict::Conflict, first_use_unknown(evidence)),
             (None, None, _) => without_messages(evidence, marker.state),
@@ -337,20 +340,45 @@ fn lapsed(marker: &str, dead: Option<&DeadLetter>) -> String {
     }
 }
 
-fn dead_lettered(evidence: &Evidence, message: &DeadLetter, state: MarkerState) -> String {
+/// Whether an attempt of a dead letter may have had an effect. In at most once such a message is in
+/// doubt, and not in the dead letters.
+fn may_have_effect(evidence: &Evidence, message: &DeadLetter) -> bool {
+    let crashes = message
+        .header(headers::CRASHES)
+        .is_some_and(|count| count != "0");
+    let by_marker = evidence.marker.as_ref().map(|it| it.may_have_effect);
+    evidence.guarantee != Guarantee::AtMostOnce
+        && (crashes
+            || message.reason() == "crashes-spent"
+            || by_marker == Some(true)
+            // These markers record no effect.
+            || evidence.guarantee == Guarantee::Bare && message.reason() == "attempts-spent")
+}
+
+fn dead_lettered(
+    evidence: &Evidence,
+    message: &DeadLetter,
+    state: MarkerState,
+) -> (HandlingVerdict, String) {
     let why = message.reason_text();
     let error = message
         .errors()
         .map(|errors| format!(" The error: {errors}."))
         .unwrap_or_default();
-    let location = format!(
-        "It was not handled: {why}.{error} It is in {}.",
-        message.location
-    );
+    let (verdict, outcome) = if may_have_effect(evidence, message) {
+        (
+            HandlingVerdict::EffectUnknown,
+            "No attempt is recorded as handled, and one may have had its effect",
+        )
+    } else {
+        (HandlingVerdict::DeadLettered, "It was not handled")
+    };
+    let location = format!("{outcome}: {why}.{error} It is in {}.", message.location);
     if state == MarkerState::Rejected {
-        return format!(
+        let text = format!(
             "{location} A message with this id does not run until it is redriven; `oncegate dead-letters redrive` sends it back."
         );
+        return (verdict, text);
     }
     let mut text = location;
     if message.state == DeadLetterState::Begun {
@@ -367,7 +395,7 @@ fn dead_lettered(evidence: &Evidence, message: &DeadLetter, state: MarkerState) 
     } else {
         text.push_str(" Another message with this id would run; `oncegate dead-letters redrive` sends it back.");
     }
-    text
+    (verdict, text)
 }
 
 fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict, String) {
@@ -388,7 +416,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
             return (
                 HandlingVerdict::Dropped,
                 format!(
-                    "It was not handled. {} dropped it from the dead letters on {}.",
+                    "It is not recorded as handled. {} dropped it from the dead letters on {}.",
                     entry.who, entry.at
                 ),
             );
@@ -513,22 +541,121 @@ mod tests {
     use super::*;
     use crate::marker::description::MarkerDescription;
 
-    /// The explanation of a message in doubt whose marker is in this state.
-    fn explained(state: MarkerState, window: Duration) -> String {
+    /// The evidence of a marker in this state and of one message, with reason and crashes.
+    fn evidence(
+        state: MarkerState,
+        destination: Destination,
+        headers: &[(&str, &str)],
+    ) -> Evidence {
         let mut marker = MarkerDescription::unreadable("a", String::new());
         marker.state = state;
-        let reason = [(headers::REASON, "in-doubt-panicked")];
-        let evidence = Evidence {
+        let (mut dead_letters, mut in_doubt) = (Vec::new(), Vec::new());
+        match destination {
+            Destination::DeadLetters => dead_letters.push(DeadLetter::with_headers(headers)),
+            Destination::InDoubt => in_doubt.push(DeadLetter::with_headers(headers)),
+        }
+        Evidence {
             marker: Some(marker),
-            dead_letters: Vec::new(),
-            in_doubt: vec![DeadLetter::with_headers(&reason)],
+            dead_letters,
+            in_doubt,
             copies: None,
             incomplete: Vec::new(),
             actions: Vec::new(),
             guarantee: Guarantee::EffectivelyOnce,
-            window,
+            window: Duration::from_secs(86_400),
             window_description: "1 d".into(),
-        };
+        }
+    }
+
+    #[test]
+    fn a_dead_letter_is_not_handled_only_if_no_attempt_may_have_had_an_effect() {
+        use Guarantee::{AtMostOnce, Bare, EffectivelyOnce};
+        for (reason, crashes, by_marker, guarantee, verdict) in [
+            (
+                "refused",
+                "0",
+                false,
+                EffectivelyOnce,
+                HandlingVerdict::DeadLettered,
+            ),
+            (
+                "attempts-spent",
+                "0",
+                false,
+                EffectivelyOnce,
+                HandlingVerdict::DeadLettered,
+            ),
+            (
+                "attempts-spent",
+                "0",
+                true,
+                EffectivelyOnce,
+                HandlingVerdict::EffectUnknown,
+            ),
+            (
+                "refused",
+                "1",
+                false,
+                EffectivelyOnce,
+                HandlingVerdict::EffectUnknown,
+            ),
+            (
+                "crashes-spent",
+                "0",
+                false,
+                EffectivelyOnce,
+                HandlingVerdict::EffectUnknown,
+            ),
+            (
+                "attempts-spent",
+                "0",
+                false,
+                Bare,
+                HandlingVerdict::EffectUnknown,
+            ),
+            (
+                "attempts-spent",
+                "1",
+                false,
+                AtMostOnce,
+                HandlingVerdict::DeadLettered,
+            ),
+        ] {
+            let headers = [(headers::REASON, reason), (headers::CRASHES, crashes)];
+            let mut evidence = evidence(MarkerState::Cleared, Destination::DeadLetters, &headers);
+            evidence.guarantee = guarantee;
+            if let Some(marker) = &mut evidence.marker {
+                marker.may_have_effect = by_marker;
+            }
+            let (found, text) = of(&evidence);
+            assert_eq!(found, verdict, "{reason}, {crashes} crashes: {text}");
+            let says_not_handled = text.contains("It was not handled");
+            assert_eq!(
+                says_not_handled,
+                verdict == HandlingVerdict::DeadLettered,
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn nothing_is_said_of_destinations_that_were_not_checked() {
+        let mut evidence = evidence(MarkerState::InDoubt, Destination::InDoubt, &[]);
+        evidence.in_doubt.clear();
+        assert!(of(&evidence).1.contains("shows no message"));
+        evidence.incomplete = vec![Destination::DeadLetters, Destination::InDoubt];
+        let (_, text) = of(&evidence);
+        assert!(
+            !text.contains("shows no message") && text.contains("unknown"),
+            "{text}"
+        );
+    }
+
+    /// The explanation of a message in doubt whose marker is in this state.
+    fn explained(state: MarkerState, window: Duration) -> String {
+        let reason = [(headers::REASON, "in-doubt-panicked")];
+        let mut evidence = evidence(state, Destination::InDoubt, &reason);
+        evidence.window = window;
         let (verdict, text) = of(&evidence);
         assert_eq!(verdict, HandlingVerdict::InDoubt, "{state:?}: {text}");
         text

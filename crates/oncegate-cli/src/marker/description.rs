@@ -55,6 +55,9 @@ pub(crate) struct MarkerDescription {
     /// Attempts that ended with their process.
     #[serde(skip_serializing_if = "Option::is_none")]
     crashes: Option<u32>,
+    /// Whether an attempt may have had an effect, although none is recorded as handled.
+    #[serde(skip)]
+    pub(crate) may_have_effect: bool,
     /// The fencing token: the number of the last attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
     fence: Option<u32>,
@@ -97,6 +100,11 @@ impl MarkerDescription {
             text: describe(stored),
             attempts: attempts(&stored.marker).map(Attempts::spent),
             crashes: attempts(&stored.marker).map(|it| it.crashes),
+            may_have_effect: match stored.marker {
+                Marker::Cleared { effect, .. } => effect == Effect::Unknown,
+                Marker::InProgress(_) | Marker::InDoubt(..) => true,
+                _ => false,
+            },
             fence: attempt(&stored.marker),
             claim: hold.map(|hold| claim(&hold)),
             guarantee: hold.map(|hold| guarantee_name(hold.guarantee)),
@@ -124,6 +132,7 @@ impl MarkerDescription {
             text,
             attempts: None,
             crashes: None,
+            may_have_effect: false,
             fence: None,
             claim: None,
             guarantee: None,

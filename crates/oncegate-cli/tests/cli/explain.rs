@@ -497,7 +497,7 @@ async fn explain_ignores_actions_of_other_scopes() {
             &explanation["verdict"],
             explanation["audit"].as_array().map(Vec::len)
         ),
-        (&"unknown".into(), Some(0)),
+        (&"unchecked".into(), Some(0)),
         "{explanation}"
     );
     let audit = cli.json(&["audit", "--id", "order-1"]);
