@@ -303,13 +303,11 @@ enum TransactionState {
 
 impl PostgresTransaction {
     async fn state(&mut self) -> TransactionState {
-        // A `begin` that fails, because an earlier statement has, makes sqlx roll back all.
-        if !self.transaction.is_in_transaction() {
-            return TransactionState::Other;
-        }
         let current = query(CURRENT).fetch_one(&mut *self.transaction).await;
         match current.and_then(|row| row.try_get::<Option<String>, _>(0)) {
             Ok(current) if current.as_ref() == Some(&self.id) => TransactionState::Current,
+            // Also after a `begin` of the handler that failed because an earlier statement had: sqlx
+            // then rolls back all.
             Ok(_) => TransactionState::Other,
             Err(error) if is_aborted(&error) => TransactionState::Failed,
             Err(error) => TransactionState::Lost(error),
