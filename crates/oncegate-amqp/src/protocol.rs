@@ -1,6 +1,6 @@
-//! The decisions of the source: plain functions and structs, without channels, clocks, I/O and async.
+//! The logic of the source, without I/O: no async code, no clock, no client of the broker.
 //!
-//! `client` reads the clock, executes what these return, and reports what the broker replied.
+//! `client` reads the clock, does what these functions return, and passes the broker's replies in.
 
 use std::time::Duration;
 

@@ -50,7 +50,7 @@ impl Connect for RabbitMq {
     }
 
     /// Connects, declares or checks the queues according to [`RabbitMq::topology`], and consumes.
-    /// Logs a warning if a delivery may be unsettled for longer than the consumer timeout allows.
+    /// Logs a warning if a delivery may stay unacknowledged for longer than `consumer_timeout`.
     async fn connect(self, options: ConnectOptions) -> Result<RabbitMqSource, SourceError> {
         let context = Arc::new(self.with_options(options).check()?);
         if let Some(warning) = context.consumer_timeout_warning() {
@@ -144,7 +144,7 @@ impl Source for RabbitMqSource {
 }
 
 impl fmt::Debug for RabbitMqSource {
-    /// Without messages.
+    /// Omits the messages, which may contain personal data.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let epoch = self.open_epoch.load(Ordering::Acquire);
         f.debug_struct("RabbitMqSource")

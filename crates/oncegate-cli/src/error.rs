@@ -10,7 +10,7 @@ use oncegate_config::with_store_keys;
 /// The exit codes in `--help`.
 pub(crate) const CODES: &str = "Exit codes:
   0  success
-  1  incomplete, or errors were found (see the output); warnings of `doctor` alone are 0
+  1  incomplete (also the output, if it cannot be written), or errors were found; warnings of `doctor` alone are 0
   2  invalid command line or configuration
   3  a server is unreachable or refused the request
   4  nothing was done: this was a preview, --yes applies it

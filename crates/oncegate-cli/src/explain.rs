@@ -134,7 +134,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
     }
     let result = unchecked.end();
     // After the result, which this does not change: a gate may be used without a broker.
-    if !Broker::any_configured(context) {
+    if !Broker::any_named(context) {
         evidence.incomplete = vec![Destination::DeadLetters, Destination::InDoubt];
         unchecked.note(
             "the dead letters and messages in doubt",
@@ -161,7 +161,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
             .map(|message| serde_json::json!(message.summary()))
             .collect();
         let check_complete =
-            Broker::any_configured(context) && !evidence.incomplete.contains(&destination);
+            Broker::any_named(context) && !evidence.incomplete.contains(&destination);
         (check_complete || !summaries.is_empty()).then_some(summaries)
     };
     let explanation = Explanation {

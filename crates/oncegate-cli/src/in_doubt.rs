@@ -92,7 +92,7 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
     };
     let mut unchecked = Unchecked::default();
     // A gate may be used without a broker; then only markers are resolved.
-    let has_broker = resolve.broker.is_some() || Broker::any_configured(context);
+    let has_broker = resolve.broker.is_some() || Broker::any_named(context);
     let brokers = if has_broker {
         Broker::selected(context, resolve.broker, &mut unchecked)?
     } else {

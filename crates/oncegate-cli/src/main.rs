@@ -25,6 +25,7 @@ mod output;
 mod plan;
 mod show_config;
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -178,7 +179,7 @@ fn main() -> ExitCode {
     let result = runtime.block_on(run(arguments));
     // Waiting for the blocking threads could take as long as the timeout of a connection.
     runtime.shutdown_background();
-    match result {
+    match result.and_then(|()| output::check_printed()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => report_failure(format, &failure),
     }
@@ -193,7 +194,9 @@ fn is_unknown_value(error: &clap::Error) -> bool {
 
 fn report_failure(format: OutputFormat, failure: &CliError) -> ExitCode {
     format.print_failure(failure);
-    eprintln!("oncegate: {}", output::printable(&failure.to_string()));
+    let text = output::printable(&failure.to_string());
+    // `eprintln!` panics if standard error cannot be written.
+    let _ = writeln!(std::io::stderr(), "oncegate: {text}");
     failure.exit()
 }
 

@@ -1,6 +1,8 @@
 //! Prints text, tables, times and JSON.
 
 use std::fmt;
+use std::io::{self, Write};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -29,7 +31,7 @@ impl OutputFormat {
             })?,
         };
         print_line(&text);
-        Ok(())
+        check_printed()
     }
 
     /// Prints a failure as JSON, unless the command already printed its output: standard output
@@ -47,10 +49,25 @@ impl OutputFormat {
 /// Whether anything was printed on standard output.
 static PRINTED: AtomicBool = AtomicBool::new(false);
 
+/// The first error of a write to standard output.
+static WRITE_ERROR: OnceLock<io::Error> = OnceLock::new();
+
+/// Checks that standard output took everything that was printed.
+///
+/// # Errors
+/// A write failed, for example because the disk is full.
+pub(crate) fn check_printed() -> Result<(), CliError> {
+    match WRITE_ERROR.get() {
+        None => Ok(()),
+        Some(error) => Err(CliError::incomplete(format!(
+            "the output is incomplete: cannot write to standard output: {error}"
+        ))),
+    }
+}
+
 /// Prints lines on standard output, without control characters that a terminal would interpret.
-/// Ignores a closed pipe, as with `head`.
+/// Ignores a closed pipe, as with `head`; [`check_printed`] reports other errors.
 pub(crate) fn print_line(text: &str) {
-    use std::io::Write;
     PRINTED.store(true, Ordering::Relaxed);
     let replace_control = |character: char| {
         if character.is_control() && character != '\n' {
@@ -59,14 +76,14 @@ pub(crate) fn print_line(text: &str) {
             character
         }
     };
-    let _ = writeln!(
-        std::io::stdout().lock(),
-        "{}",
-        text.trim_end()
-            .chars()
-            .map(replace_control)
-            .collect::<String>()
-    );
+    let text: String = text.trim_end().chars().map(replace_control).collect();
+    let mut stdout = io::stdout().lock();
+    let written = writeln!(stdout, "{text}").and_then(|()| stdout.flush());
+    if let Err(error) = written
+        && error.kind() != io::ErrorKind::BrokenPipe
+    {
+        let _ = WRITE_ERROR.set(error); // keeps the first
+    }
 }
 
 /// Milliseconds since 1970, by the local clock.

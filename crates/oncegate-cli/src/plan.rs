@@ -72,6 +72,20 @@ pub(crate) fn run(context: &CliContext, arguments: &PlanArgs) -> Result<(), CliE
         primaries: arguments.primaries,
     };
     let estimate = plan(&load);
+    // The calculation saturates.
+    let all_memory = estimate.memory.saturating_mul(arguments.primaries);
+    if [
+        estimate.markers,
+        all_memory,
+        estimate.servers,
+        estimate.connections,
+    ]
+    .contains(&u64::MAX)
+    {
+        return Err(CliError::usage(
+            "the load is too large to estimate: reduce --rate, --window, --processes or --primaries",
+        ));
+    }
     let json = serde_json::json!({
         "rate": rate, "window_ms": crate::output::ms(window), "fingerprints": with_fingerprints, "markers": estimate.markers,
         "memory_bytes": estimate.memory, "maxmemory_bytes": estimate.maxmemory, "servers": estimate.servers,

@@ -1,18 +1,19 @@
 //! `oncegate config`: checks and prints the configuration.
 
 use clap::Subcommand;
-use oncegate_config::SettingValue;
 use oncegate_config::settings::{Redaction, SETTINGS};
+use oncegate_config::{SettingValue, StoreKind};
 use serde::Serialize;
 
 use crate::CliContext;
+use crate::destination::Broker;
 use crate::error::CliError;
-use crate::output::TextTable;
+use crate::output::{TextTable, Unchecked};
 
 #[derive(Subcommand)]
 pub(crate) enum ConfigCommand {
     /// Check the configuration without contacting a server; exits with 2 if a setting is unknown,
-    /// invalid or contradictory
+    /// invalid or contradictory, with 6 if this build cannot check the configured broker or store
     Check {
         /// Also require the settings of a consumer: a store, one broker and an id
         #[arg(long)]
@@ -74,20 +75,49 @@ fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
     } else {
         config.check()?
     }
+    let mut unchecked = Unchecked::default();
+    for broker in [Broker::Kafka, Broker::Rabbitmq] {
+        if broker.is_named(context)
+            && let Some(missing) = broker.missing_feature()
+        {
+            unchecked.note(format!("[{}]", broker.name()), missing);
+        }
+    }
+    if let Some(missing) = missing_store_feature(context)? {
+        unchecked.note("[store]", missing);
+    }
     let count = config.given_settings().count();
     let file = config
         .file()
         .map_or_else(|| "no file".to_owned(), |path| path.display().to_string());
-    let json = serde_json::json!({ "settings": count, "file": config.file() });
-    let result = if for_consumer {
-        "a consumer can be built from them"
-    } else {
-        "each is valid; add --consumer to check them together, as a consumer does at start"
+    let json =
+        serde_json::json!({ "settings": count, "file": config.file(), "not_checked": unchecked });
+    let result = match (unchecked.names(), for_consumer) {
+        (Some(_), _) => "the other sections are valid",
+        (None, true) => "a consumer can be built from them",
+        (None, false) => {
+            "each is valid; add --consumer to check them together, as a consumer does at start"
+        }
     };
+    let unchecked_text = unchecked.to_text();
     context.format.print(
         &json,
-        format!("{count} settings ({file} and variables): {result}"),
-    )
+        format!("{count} settings ({file} and variables): {result}{unchecked_text}"),
+    )?;
+    unchecked.end()
+}
+
+/// The error for a configured store that this build does not include.
+fn missing_store_feature(context: &CliContext) -> Result<Option<CliError>, CliError> {
+    Ok(match context.config.store_kind()? {
+        Some(StoreKind::Redis) if cfg!(not(feature = "redis")) => {
+            Some(CliError::feature_missing("Redis", "redis"))
+        }
+        Some(StoreKind::Sqlite(_)) if cfg!(not(feature = "sqlite")) => {
+            Some(CliError::feature_missing("SQLite", "sqlite"))
+        }
+        _ => None,
+    })
 }
 
 fn print(context: &CliContext) -> Result<(), CliError> {

@@ -40,6 +40,8 @@ fn missing_features_have_an_error_and_an_exit_code() {
         (&["in-doubt", "show", "payment-1"], &audited, "Kafka"),
         (&["explain", "payment-1", "--copies"], &audited, "Kafka"),
         (&["marker", "show", "payment-1"], &sqlite, "SQLite"),
+        (&["config", "check"], &KAFKA, "Kafka"),
+        (&["config", "check"], &sqlite, "SQLite"),
     ] {
         let (code, output) = run(arguments, variables);
         assert_eq!(code, Some(6), "{arguments:?}: {output}");
@@ -53,7 +55,8 @@ fn missing_features_have_an_error_and_an_exit_code() {
 
 #[test]
 fn other_commands_work() {
-    let (code, output) = run(&["config", "check"], &KAFKA);
+    let rabbitmq = [("ONCEGATE_RABBITMQ_PREFETCH", "8")];
+    let (code, output) = run(&["config", "check"], &rabbitmq);
     assert_eq!(code, Some(0), "{output}");
     let (code, output) = run(&["plan", "--rate", "1000"], &[]);
     assert_eq!(code, Some(0), "{output}");

@@ -2,8 +2,8 @@
 //! nothing itself.
 //!
 //! Each part has its own state and knows no other part; the loop passes events and operations
-//! between them. This file has the loop and its phases, `dispatch` executes the commands of a
-//! delivery's lifecycle, `answers` sends operations and processes the answers.
+//! between them. This file has the loop and its phases, `dispatch` executes the lifecycle's actions,
+//! `answers` sends operations and processes the answers.
 
 mod answers;
 mod dispatch;
@@ -78,8 +78,8 @@ pub(crate) struct Engine {
     follow_ups: VecDeque<(Slot, Event)>,
     /// Settlements for the source.
     settled: Vec<Settled>,
-    /// Whether a delivery has started to drain since unsent claims were last dropped.
-    drain_started: bool,
+    /// Whether to drop unsent claims before the next batch, because a delivery has begun to drain.
+    drops_unsent_claims: bool,
     /// Empty; its memory is used again.
     finished: Vec<FinishedRun>,
 }
@@ -129,7 +129,7 @@ impl Engine {
             tokens: Tokens::default(),
             follow_ups: VecDeque::new(),
             settled: Vec::new(),
-            drain_started: false,
+            drops_unsent_claims: false,
             finished: Vec::new(),
         })
     }
@@ -239,15 +239,15 @@ impl Engine {
         if std::mem::replace(&mut self.queue_level, level) != level {
             self.source.queue_level(level);
         }
-        let is_open = self.batcher.breaker.next_try_at().is_some();
+        let store_unavailable = self.batcher.breaker.next_try_at().is_some();
         self.settings
             .readiness
-            .set(match self.drain.has_begun() || is_open {
+            .set(match self.drain.has_begun() || store_unavailable {
                 true => ReadinessState::NotReady,
                 false => ReadinessState::Ready,
             });
         self.reporter
-            .observe(Instant::now(), &self.intake, usize::from(is_open));
+            .observe(Instant::now(), &self.intake, usize::from(store_unavailable));
     }
 
     /// Sleeps until the next event.
@@ -316,7 +316,7 @@ impl Engine {
     fn drain_delivery(&mut self, slot: Slot, event: Event) {
         if let Some(entry) = self.intake.at_mut(slot) {
             entry.in_flight.begin_drain();
-            self.drain_started = true;
+            self.drops_unsent_claims = true;
             self.handle_event(slot, event);
         }
     }
@@ -375,21 +375,21 @@ impl Engine {
         if !left.is_empty() {
             tracing::warn!(
                 in_flight = left.len(),
-                "stopping without the store's answers: these messages are redelivered; those that the store has a claim of can be claimed after their lease, and that claim may count a crash"
+                "stopping before the store answered: these messages are redelivered; ids that are still claimed wait for the end of their lease, and their next claim may count a crash"
             );
         }
         if !self.batcher.late.is_empty() {
             let count = self.batcher.late.len();
             tracing::warn!(
                 count,
-                "completions not recorded: messages were handled without the gate, and the store did not answer before the stop; redeliveries of them run again"
+                "completions not recorded: messages were handled without the store, and the store did not answer before the stop; redeliveries of them run again"
             );
         }
         for slot in left {
             self.handle_event(slot, Event::StopNow);
         }
         self.settle().await;
-        // Nothing follows: the period need not be over.
+        // Now, although the period is not over: there is no later report.
         self.reporter.logs.suppressed(Instant::now() + logs::PERIOD);
         fault::point("drain.closing");
         let closed = self.source.close(self.drain.close_by(Instant::now())).await;

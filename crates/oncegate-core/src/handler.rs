@@ -5,7 +5,7 @@ use std::future::Future;
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
-use crate::inbox::RunFrame;
+use crate::inbox::RunContext;
 use crate::store::BoxError;
 
 /// Handles messages.
@@ -59,9 +59,9 @@ pub trait Handler: Send + Sync + 'static {
         &self,
         payload: Self::Payload,
         cx: &Context,
-        frame: &RunFrame,
+        run: &RunContext,
     ) -> impl Future<Output = Result<(), Failure>> + Send {
-        let _ = frame;
+        let _ = run;
         self.handle(payload, cx)
     }
 

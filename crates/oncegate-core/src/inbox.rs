@@ -80,25 +80,26 @@ pub trait Inbox: Send + Sync + 'static {
     fn persistence(&self) -> impl Future<Output = Result<Persistence, StoreError>> + Send;
 
     /// What the records say about these claims, in their order: [`Verdict::Granted`] if there is no
-    /// record. Changes nothing. Without a claim, it finds out whether the database answers.
+    /// record. Changes nothing. With an empty slice, it only checks that the database answers.
     ///
     /// # Errors
     /// The database does not answer. A record that cannot be read is an error of its claim alone.
-    fn look(
+    fn look_up(
         &self,
         claims: &[Operation],
     ) -> impl Future<Output = Result<Vec<Result<Verdict, StoreError>>, StoreError>> + Send;
 
-    /// Begins a transaction, and inserts the record of this claim's key. The handler runs for up to
-    /// `longest_run`, by which the record outlasts the window of the claim.
+    /// Begins a transaction, and inserts the record of this claim's key, which expires after the window
+    /// of the claim plus `longest_run`, the handler timeout.
     ///
     /// # Errors
-    /// Nothing has changed.
+    /// The database is unavailable, no connection is free, or a copy of the message runs for too long.
+    /// Nothing was changed.
     fn begin(
         &self,
         claim: &Operation,
         longest_run: Duration,
-    ) -> impl Future<Output = Result<Begun<Self::Transaction>, BoxError>> + Send;
+    ) -> impl Future<Output = Result<BeginResult<Self::Transaction>, BoxError>> + Send;
 
     /// Commits a transaction.
     ///
@@ -123,11 +124,11 @@ pub trait Inbox: Send + Sync + 'static {
 /// The result of [`Inbox::begin`].
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Begun<T> {
+pub enum BeginResult<T> {
     /// A transaction with the record.
     Transaction(T),
-    /// There is a record, which the transaction would not replace.
-    Found(Verdict),
+    /// There is a live record. No transaction was left open.
+    Recorded(Verdict),
 }
 
 /// Why a transaction was not committed, as far as is known.
@@ -157,10 +158,11 @@ impl InboxUnavailable {
     }
 }
 
-/// What a run of a handler in a transaction needs to know of its consumer, and reports to it.
+/// The scope and the handler timeout of the consumer for one run in a transaction, and whether the
+/// run waits for the database.
 #[doc(hidden)]
 #[derive(Debug)]
-pub struct RunFrame {
+pub struct RunContext {
     scope: Scope,
     longest_run: Duration,
     /// Whether the run waits for the begin or the commit of a transaction: then its timeout is not the
@@ -168,7 +170,7 @@ pub struct RunFrame {
     waits_for_database: AtomicBool,
 }
 
-impl RunFrame {
+impl RunContext {
     pub(crate) fn new(scope: &Scope, longest_run: Duration) -> Self {
         Self {
             scope: scope.clone(),
@@ -207,33 +209,33 @@ impl<H: TransactionalHandler<I>, I: Inbox> Handler for InTransaction<H, I> {
 
     async fn handle(&self, payload: H::Payload, cx: &Context) -> Result<(), Failure> {
         // Only `run` is called.
-        let frame = RunFrame::new(&Scope::none(), defaults::HANDLER_TIMEOUT);
-        self.run(payload, cx, &frame).await
+        let run = RunContext::new(&Scope::none(), defaults::HANDLER_TIMEOUT);
+        self.run(payload, cx, &run).await
     }
 
     async fn run(
         &self,
         payload: H::Payload,
         cx: &Context,
-        frame: &RunFrame,
+        run: &RunContext,
     ) -> Result<(), Failure> {
-        let Some(claim) = cx.claim(&frame.scope) else {
+        let Some(claim) = cx.claim(&run.scope) else {
             return Err(Failure::Reject("the message has no id".into())); // does not occur: it was claimed
         };
-        frame.wait_for_database(true);
-        let mut transaction = match self.inbox.begin(&claim, frame.longest_run).await {
-            Ok(Begun::Transaction(transaction)) => transaction,
-            Ok(Begun::Found(verdict)) => return found(verdict),
+        run.wait_for_database(true);
+        let mut transaction = match self.inbox.begin(&claim, run.longest_run).await {
+            Ok(BeginResult::Transaction(transaction)) => transaction,
+            Ok(BeginResult::Recorded(verdict)) => return result_of_record(verdict),
             Err(error) => return Err(InboxUnavailable::failure(error)),
         };
-        frame.wait_for_database(false);
+        run.wait_for_database(false);
         if let Err(failure) = self.handler.handle(payload, &mut transaction, cx).await {
             return Err(match self.inbox.rollback(transaction).await {
                 Err(CommitError::EndedByHandler(cause)) => Failure::Reject(cause),
                 _ => failure,
             });
         }
-        frame.wait_for_database(true);
+        run.wait_for_database(true);
         let committed = self.inbox.commit(transaction).await;
         committed.map_err(|error| match error {
             CommitError::RolledBack(cause) => Failure::Retry(cause),
@@ -243,14 +245,14 @@ impl<H: TransactionalHandler<I>, I: Inbox> Handler for InTransaction<H, I> {
     }
 }
 
-/// The result of a run whose record was committed by another one since the claim.
-fn found(verdict: Verdict) -> Result<(), Failure> {
+/// The result of a run, if another run committed the record after the claim of this one.
+fn result_of_record(verdict: Verdict) -> Result<(), Failure> {
     match verdict {
         Verdict::Duplicate => Ok(()),
         Verdict::Conflict => Err(Failure::Reject(
             "its id was used for another body, in a transaction that was committed after this message was claimed".into(),
         )),
-        // Claimed again, it is answered as the record says.
+        // The next claim returns what the record says.
         _ => Err(InboxUnavailable::failure(
             "another consumer recorded this id while it was claimed",
         )),
@@ -264,7 +266,7 @@ fn found(verdict: Verdict) -> Result<(), Failure> {
 pub struct InboxStore<I> {
     inbox: Arc<I>,
     claims: MemoryStore,
-    /// Whether the last look at the records failed.
+    /// Whether the last lookup of records failed.
     is_down: Arc<AtomicBool>,
 }
 
@@ -319,13 +321,13 @@ impl<I: Inbox> Store for InboxStore<I> {
         let claims: Vec<Operation> = operations.iter().filter(is_claim).cloned().collect();
         let looks = !claims.is_empty() || self.is_down.load(Ordering::Relaxed);
         let found = match looks {
-            true => self.inbox.look(&claims).await,
+            true => self.inbox.look_up(&claims).await,
             false => Ok(Vec::new()),
         };
         self.is_down.store(found.is_err(), Ordering::Relaxed);
         let mut found = match found {
             Ok(found) => found.into_iter(),
-            // Also what needs no database waits, so that the store does not seem to be available.
+            // Operations in memory fail, too: an answer would make the store look available.
             Err(error) => return unanswered(error, operations.len()),
         };
         let mut answers = Vec::with_capacity(operations.len());

@@ -112,7 +112,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Claiming(..), Answer(V::Conflict)) => reject(Reason::Conflict),
         (Claiming(..), Answer(V::Rejected { .. })) => reject(Reason::RejectedBefore),
         (Claiming(history, _), Unavailable) if passes_through(policy) => {
-            (Ungated(history), Action::Run)
+            (WithoutClaim(history), Action::Run)
         }
         (Claiming(history, tries), Unavailable) => (
             AwaitingClaim(history, ClaimTries(tries.0 + 1), ClaimReply::Unknown),
@@ -205,15 +205,15 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Rejecting(_, reason, _), Answer(V::Applied)) => reject(reason),
 
         // Without the gate, at least once.
-        (Ungated(_), Returned(Outcome::Done)) => accept(ProofKind::PassedWithoutGate),
-        (Ungated(_), Returned(Outcome::Reject)) => reject(Reason::Refused),
-        (Ungated(_), Returned(Outcome::Unreadable)) => reject(Reason::Unreadable),
-        (Ungated(history), Returned(_))
+        (WithoutClaim(_), Returned(Outcome::Done)) => accept(ProofKind::PassedWithoutStore),
+        (WithoutClaim(_), Returned(Outcome::Reject)) => reject(Reason::Refused),
+        (WithoutClaim(_), Returned(Outcome::Unreadable)) => reject(Reason::Unreadable),
+        (WithoutClaim(history), Returned(_))
             if history.failures.saturating_add(1) >= policy.max_attempts =>
         {
             reject(Reason::AttemptsSpent)
         }
-        (Ungated(history), Returned(_)) => release(
+        (WithoutClaim(history), Returned(_)) => release(
             policy.pause(history.failures),
             history.failures.saturating_add(1),
         ),
@@ -235,7 +235,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Reconciling(grant, ..) | ReconcilePausing(grant, ..), LeaseOver) => {
             release(policy.pause(0), grant.failures)
         }
-        (Ungated(history), LeaseOver) => release(policy.pause(0), history.failures), // does not occur: without the gate there is no lease
+        (WithoutClaim(history), LeaseOver) => release(policy.pause(0), history.failures), // does not occur: without the store there is no lease
 
         // The value that another program wrote is not overwritten. Only this id is affected.
         (Rejecting(_, reason, _), UnreadableMarker) => reject(reason),
@@ -332,7 +332,7 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
                 clear(grant.failed(), Effect::Unknown, Duration::ZERO)
             }
         },
-        Ungated(history) => release(Duration::ZERO, history.failures.saturating_add(1)),
+        WithoutClaim(history) => release(Duration::ZERO, history.failures.saturating_add(1)),
 
         // `reconcile` is dropped or not started: the next claimant reconciles.
         Reconciling(grant, _, cause) | ReconcilePausing(grant, _, cause) => {

@@ -43,7 +43,7 @@ outcomes!(
     released: "to be tried again: waits for that in the consumer, or is returned to the source",
     rejected: "settled: passed to the source, to be published to the dead letters",
     in_doubt: "settled: passed to the source, to be published to the in-doubt destination for an operator",
-    passed_without_gate: "handled without the gate while the store was unavailable (Outage::PassThrough)",
+    passed_without_store: "handled without the store while the store was unavailable (Outage::PassThrough)",
     too_old: "older than max_age when it was received: its marker may have expired",
     unknown_age: "without a timestamp, so max_age could not be checked: treated as new",
     dropped: "not settled, because the consumer stopped before the store answered: redelivered, and claimed again after its lease",
@@ -82,7 +82,7 @@ impl Outcomes {
         match settlement {
             Settlement::Accept(proof) => match proof.as_str() {
                 "duplicate" => self.duplicate.increment(1),
-                "passed_without_gate" => self.passed_without_gate.increment(1),
+                "passed_without_store" => self.passed_without_store.increment(1),
                 _ => self.completed.increment(1),
             },
             Settlement::Release { .. } => self.released.increment(1),

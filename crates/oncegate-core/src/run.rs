@@ -16,7 +16,7 @@ use crate::decode::Decode;
 use crate::fault;
 use crate::handler::{Failure, Handler, NoReconcile, Reconciled};
 use crate::id::Scope;
-use crate::inbox::{InboxUnavailable, RunFrame};
+use crate::inbox::{InboxUnavailable, RunContext};
 use crate::lease::Lease;
 use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::marker::Finding;
@@ -73,14 +73,14 @@ impl<H: Handler, D: Decode> Runner<H, D> {
     /// Runs the handler once. Its timeout counts from `clock.began`.
     pub(crate) async fn handle(self: Arc<Self>, cx: Context, clock: RunClock) -> RunResult {
         let span = spans::if_enabled(|| spans::handle(&cx));
-        let frame = RunFrame::new(&self.scope, self.timeout);
+        let run = RunContext::new(&self.scope, self.timeout);
         let work = std::pin::pin!(Some(async {
             let payload = match self.decode.decode::<H::Payload>(cx.message()) {
                 Ok(payload) => payload,
                 Err(error) => return (Outcome::Unreadable, Some(error.to_string())),
             };
             fault::point("handler.before");
-            let handled = self.handler.run(payload, &cx, &frame).await;
+            let handled = self.handler.run(payload, &cx, &run).await;
             fault::point("handler.after");
             let Err(failure) = handled else {
                 return (Outcome::Done, None);
@@ -101,7 +101,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                 let outcome = Outcome::Unknown(DoubtCause::Panicked);
                 (Event::Returned(outcome), Some(message))
             }
-            BoundedEnd::TimedOut if frame.waits_for_database() => (
+            BoundedEnd::TimedOut if run.waits_for_database() => (
                 Event::Returned(Outcome::Unavailable),
                 Some(format!(
                     "the database did not answer within {:?}",

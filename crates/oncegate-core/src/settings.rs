@@ -294,7 +294,7 @@ impl Settings {
         if self.outage == Outage::PassThrough && self.guarantee != Guarantee::EffectivelyOnce {
             return misconfigured(
                 "outage",
-                "Outage::PassThrough runs handlers without the gate, which breaks this guarantee"
+                "Outage::PassThrough runs handlers without the store, which breaks this guarantee"
                     .into(),
                 "use Outage::Hold, or Guarantee::EffectivelyOnce",
             );

@@ -109,7 +109,7 @@ impl DeliveryState {
             Stage::Claiming(..) | Stage::ClaimingInDrain(_) => Self::Claiming,
             Stage::AwaitingClaim(..) => Self::AwaitingClaim,
             Stage::Ready(_) => Self::Ready,
-            Stage::Running(..) | Stage::Ungated(_) => Self::Handling,
+            Stage::Running(..) | Stage::WithoutClaim(_) => Self::Handling,
             Stage::Pausing(..) => Self::Pausing,
             Stage::Reconciling(..) | Stage::ReconcilePausing(..) => Self::Reconciling,
             Stage::Withdrawing(..)

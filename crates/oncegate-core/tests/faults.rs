@@ -209,7 +209,7 @@ async fn a_run_without_the_gate_is_recorded_when_the_store_is_available_again() 
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }
 
-/// While the first message runs without the gate, the store becomes available again. It is busy with
+/// While the first message runs without the store, the store becomes available again. It is busy with
 /// another message when the run ends and a duplicate arrives: the late completion has to be sent
 /// before the claim of the duplicate.
 #[tokio::test(flavor = "multi_thread")]

@@ -138,7 +138,7 @@ impl SystemModel {
         use ModelAction::*;
         let remaining = &state.remaining;
         match delivery.driver.stage() {
-            Stage::Running(..) | Stage::Ungated(_) => {
+            Stage::Running(..) | Stage::WithoutClaim(_) => {
                 match delivery.run {
                     Some(EffectState::Pending) if state.is_accepted(delivery.attempt()) => {
                         actions.push(EffectHappens(consumer_index));
@@ -512,7 +512,7 @@ impl SystemModel {
         Some(())
     }
 
-    /// Claims an id that was handled without the gate; the second call completes it.
+    /// Claims an id that was handled without the store; the second call completes it.
     fn complete_late(&self, state: &mut SystemState, consumer_index: usize) -> Option<()> {
         let (token, granted) = state.consumers[consumer_index].late_completion?;
         let (ask, attempt) = granted.map_or((Ask::Claim, 0), |attempt| (Ask::Complete, attempt));

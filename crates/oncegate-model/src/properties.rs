@@ -16,7 +16,7 @@ pub(crate) const UNSAFE_START: &str =
 pub(crate) const START_AFTER_DONE: &str =
     "start after done: a handler starts although the id was recorded as done";
 pub(crate) const FENCE_DECREASED: &str = "fence: a handler starts with an attempt that the provider refuses, or that was used before an operator freed the id";
-pub(crate) const BEFORE_LATE_COMPLETION: &str = "before late completion: a handler starts before the store was asked to complete a copy handled without the gate";
+pub(crate) const BEFORE_LATE_COMPLETION: &str = "before late completion: a handler starts before the store was asked to complete a copy handled without the store";
 pub(crate) const CONCURRENT_HANDLERS: &str = "concurrent handlers: two handlers run, each with a lease that its consumer believes to be valid";
 pub(crate) const BUSY_AFTER_EXPIRY: &str =
     "busy after expiry: a claim is answered with the remaining time of a lease that has ended";

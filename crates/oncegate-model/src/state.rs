@@ -89,7 +89,7 @@ pub struct BrokerMessage {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct ModelConsumer {
     pub(crate) delivery: Option<ModelDelivery>,
-    /// A pending completion of an id that was handled without the gate: its token, and its attempt
+    /// A pending completion of an id that was handled without the store: its token, and its attempt
     /// after the claim was granted.
     pub(crate) late_completion: Option<(Token, Option<u32>)>,
 }
@@ -261,7 +261,7 @@ pub struct Observations {
     /// A handler started with a voided attempt, or with one that was used before the operator freed
     /// the id.
     pub(crate) start_below_fence: bool,
-    /// A handler started before the store was asked to complete a copy handled without the gate.
+    /// A handler started before the store was asked to complete a copy handled without the store.
     pub(crate) start_before_late_completion: bool,
     /// Two handlers ran at the same time, each with a lease that it believed to be valid.
     pub(crate) concurrent_handlers: bool,

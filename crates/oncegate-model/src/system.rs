@@ -41,7 +41,7 @@ pub struct Rules {
 /// The order of commands when the store is available again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecoveryOrder {
-    /// Completions of ids that were handled without the gate come first.
+    /// Completions of ids that were handled without the store come first.
     LateCompletions,
     /// Any order.
     Any,
@@ -355,7 +355,7 @@ impl SystemModel {
             );
             if !matches!(
                 delivery.driver.stage(),
-                Stage::Running(..) | Stage::Ungated(_)
+                Stage::Running(..) | Stage::WithoutClaim(_)
             ) {
                 drop_handler(state, consumer_index);
             }
@@ -425,7 +425,7 @@ impl SystemModel {
                 state.queue.push(BrokerMessage { body, failures })
             }
             Settlement::Release { .. } => {}
-            Settlement::Accept(proof) if proof.as_str() == "passed_without_gate" => {
+            Settlement::Accept(proof) if proof.as_str() == "passed_without_store" => {
                 state.consumers[consumer_index].late_completion = Some((token, None));
             }
             Settlement::Accept(_) => {}
@@ -489,7 +489,7 @@ impl SystemModel {
         };
         let (attempt, gated) = (
             delivery.attempt(),
-            !matches!(delivery.driver.stage(), Stage::Ungated(_)),
+            !matches!(delivery.driver.stage(), Stage::WithoutClaim(_)),
         );
         let below_fence =
             !state.is_accepted(attempt) || attempt <= state.observations.highest_before_freed;

@@ -125,7 +125,7 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         ),
         ModelAction::StopNow(at) => format!("{} stops without waiting any longer", consumer(at)),
         ModelAction::CompleteLate(at) => format!(
-            "{} records what it handled without the gate{marker}",
+            "{} records what it handled without the store{marker}",
             consumer(at)
         ),
         ModelAction::LoseMarker => "the store loses the marker".into(),

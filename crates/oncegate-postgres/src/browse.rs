@@ -9,7 +9,7 @@ use sqlx::query::Query;
 use std::time::Duration;
 
 use crate::apply::unreadable;
-use crate::statement::{FoundRow, found};
+use crate::statement::{MarkerRow, decode_row};
 use crate::store::Postgres;
 
 /// The key, and the columns that [`found`] reads.
@@ -101,11 +101,11 @@ impl Postgres {
     async fn read_rows(
         &self,
         query: Query<'static, sqlx::Postgres, PgArguments>,
-    ) -> Result<Vec<(String, FoundRow)>, StoreError> {
+    ) -> Result<Vec<(String, MarkerRow)>, StoreError> {
         let read = async |connection: &mut sqlx::PgConnection| {
             let rows = query.fetch_all(connection).await?;
             rows.iter()
-                .map(|row| Ok((row.try_get(0)?, found(row, 1)?)))
+                .map(|row| Ok((row.try_get(0)?, decode_row(row, 1)?)))
                 .collect()
         };
         Ok(self
@@ -115,14 +115,16 @@ impl Postgres {
     }
 }
 
-fn marker(key: &str, row: FoundRow) -> Result<MarkerWithExpiry, StoreError> {
+fn marker(key: &str, row: MarkerRow) -> Result<MarkerWithExpiry, StoreError> {
     match row {
-        FoundRow::Row { left, row, .. } if left > 0 => {
+        MarkerRow::Row { left, row, .. } if left > 0 => {
             let marker = row.marker().map_err(|_| unreadable(key))?;
             let left = Duration::from_millis(left.unsigned_abs());
             Ok(MarkerWithExpiry::new(marker, Some(left)))
         }
-        FoundRow::Unreadable => Err(unreadable(key).into()),
-        FoundRow::Row { .. } | FoundRow::Missing => Ok(MarkerWithExpiry::new(Marker::Absent, None)),
+        MarkerRow::Unreadable => Err(unreadable(key).into()),
+        MarkerRow::Row { .. } | MarkerRow::Missing => {
+            Ok(MarkerWithExpiry::new(Marker::Absent, None))
+        }
     }
 }

@@ -5,31 +5,31 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use oncegate_core::inbox::{Begun, CommitError};
+use oncegate_core::inbox::{BeginResult, CommitError};
 use oncegate_core::internal::{MarkerColumns, StoreFailure, milliseconds};
 use oncegate_core::marker::{Age, Marker, Operation, Verdict, apply};
 use oncegate_core::store::BoxError;
 use oncegate_core::{Guarantee, Inbox, Persistence, Store, StoreError};
 use sqlx::postgres::PgConnection;
-use sqlx::{Connection, Executor, PgPool, Row, Transaction, query};
+use sqlx::{Executor, PgPool, Row, Transaction, query};
 
 use crate::apply::{expires_after, unreadable};
 use crate::failure;
 use crate::preflight;
-use crate::statement::{FoundRow, found};
+use crate::statement::{MarkerRow, decode_row};
 use crate::store::Postgres;
 
 /// How long a transaction waits for another one with the same record before it gives its connection
 /// back.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Added to the longest run of a handler, after which the server ends an idle transaction: that of a
-/// process whose machine was lost, for example.
+/// Added to the handler timeout: the server ends a transaction that has been idle for longer, for
+/// example after the machine of its client failed.
 const IDLE_MARGIN: Duration = Duration::from_secs(10);
 
 /// Inserts the record, or replaces one that has expired. Waits for another transaction with the same
-/// key, within the lock timeout $5, which this statement ends again. Limits for how long the transaction
-/// may be idle ($6). Returns the id of this transaction and the table; no row if there is a live record.
+/// key. Sets `lock_timeout` to $5 for this statement only, and `idle_in_transaction_session_timeout` to
+/// $6. Returns the id of this transaction and the table; no row if there is a live record.
 const INSERT: &str = "
 WITH settings AS MATERIALIZED (
     SELECT set_config('oncegate.lock_timeout',
@@ -43,9 +43,9 @@ ON CONFLICT (key) DO UPDATE SET expires = excluded.expires, state = 0, fingerpri
 WHERE m.expires <= excluded.expires - $2 OR $4
 RETURNING pg_current_xact_id()::text, m.tableoid::int8, set_config('lock_timeout', current_setting('oncegate.lock_timeout'), true)";
 
-/// The id of the current transaction, which fails after a failed statement. Its commit survives a crash of
-/// the server, also if the handler or an operator has set `synchronous_commit` to `off`.
-const CURRENT: &str = "SELECT pg_current_xact_id_if_assigned()::text,
+/// Returns the id of the current transaction, or an error if a statement of it has failed. Sets
+/// `synchronous_commit` to `on` if it is `off`, so that the commit survives a crash of the server.
+const CHECK_AND_SYNC: &str = "SELECT pg_current_xact_id_if_assigned()::text,
     set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), true)";
 
 /// Whether a transaction, which has ended, committed the record of a key.
@@ -53,7 +53,7 @@ const COMMITTED: &str =
     "SELECT xmin::text = $2::xid8::xid::text FROM oncegate_markers WHERE key = $1";
 
 /// The rows of some keys.
-const LOOK: &str = "
+const LOOK_UP: &str = "
 WITH clock AS MATERIALIZED (SELECT floor(extract(epoch FROM statement_timestamp()) * 1000)::int8 AS now)
 SELECT m.key, m.xmin::text, greatest(m.expires, 0) - now, m.state, m.fingerprint, m.attempt, m.base, m.crashes, m.effect, m.token,
     m.lease, m.horizon, m.guarantee
@@ -113,7 +113,7 @@ pub struct PostgresInbox {
 /// The transaction of one message, with its record. The consumer commits it; dropped, it is rolled
 /// back.
 pub struct PostgresTransaction {
-    transaction: Transaction<'static, sqlx::Postgres>,
+    inner: Transaction<'static, sqlx::Postgres>,
     /// The id that PostgreSQL gave the transaction.
     id: String,
     key: String,
@@ -162,7 +162,7 @@ impl PostgresTransaction {
     /// ended, and dead-letters the message. Nor `SET`, which would outlast the transaction: use
     /// `SET LOCAL`.
     pub fn connection(&mut self) -> &mut PgConnection {
-        &mut self.transaction
+        &mut self.inner
     }
 }
 
@@ -196,16 +196,16 @@ impl Inbox for PostgresInbox {
         Ok(self.inspect_pool().await?.persistence())
     }
 
-    async fn look(
+    async fn look_up(
         &self,
         claims: &[Operation],
     ) -> Result<Vec<Result<Verdict, StoreError>>, StoreError> {
         self.store.count_operations(claims.len());
         let keys: Vec<&str> = claims.iter().map(|claim| claim.key.as_str()).collect();
         let read = async |connection: &mut PgConnection| {
-            let rows = query(LOOK).bind(&keys).fetch_all(connection).await?;
+            let rows = query(LOOK_UP).bind(&keys).fetch_all(connection).await?;
             rows.iter()
-                .map(|row| Ok((row.try_get::<String, _>(0)?, found(row, 1)?)))
+                .map(|row| Ok((row.try_get::<String, _>(0)?, decode_row(row, 1)?)))
                 .collect::<Result<HashMap<_, _>, sqlx::Error>>()
         };
         let rows = self
@@ -223,8 +223,8 @@ impl Inbox for PostgresInbox {
         &self,
         claim: &Operation,
         longest_run: Duration,
-    ) -> Result<Begun<PostgresTransaction>, BoxError> {
-        // A task, because sqlx puts the connection of a `begin` that is dropped back with an open
+    ) -> Result<BeginResult<PostgresTransaction>, BoxError> {
+        // In a task: if a `begin` is dropped, sqlx returns its connection to the pool with an open
         // transaction.
         let pool = self.pool.clone();
         let mut transaction = tokio::spawn(async move { pool.begin().await }).await??;
@@ -232,14 +232,14 @@ impl Inbox for PostgresInbox {
         if inserted.is_none() {
             let row = query(LOCK).bind(claim.key.as_str());
             let row = row.fetch_optional(&mut *transaction).await?;
-            let row = row.map(|row| found(&row, 1)).transpose()?;
+            let row = row.map(|row| decode_row(&row, 1)).transpose()?;
             match verdict(claim, row.as_ref())? {
                 Verdict::Granted(_) => {
                     inserted = insert(&mut transaction, claim, longest_run, Replace::Any).await?;
                 }
                 verdict => {
                     transaction.rollback().await?;
-                    return Ok(Begun::Found(verdict));
+                    return Ok(BeginResult::Recorded(verdict));
                 }
             }
         }
@@ -249,29 +249,29 @@ impl Inbox for PostgresInbox {
                 "this session finds another table oncegate_markers than at the start: use SET LOCAL search_path in the handler".into(),
             );
         }
-        Ok(Begun::Transaction(PostgresTransaction {
-            transaction,
+        Ok(BeginResult::Transaction(PostgresTransaction {
+            inner: transaction,
             id,
             key: claim.key.as_str().to_owned(),
         }))
     }
 
-    async fn commit(&self, mut ended: PostgresTransaction) -> Result<(), CommitError> {
+    async fn commit(&self, mut transaction: PostgresTransaction) -> Result<(), CommitError> {
         // PostgreSQL answers the COMMIT of a transaction in which a statement failed without an
         // error, and rolls it back. This finds that out, too.
-        match ended.state().await {
+        match transaction.state().await {
             TransactionState::Current => {}
             TransactionState::Failed => {
-                self.roll_back(ended).await?;
+                self.roll_back_and_check(transaction).await?;
                 return Err(CommitError::RolledBack(
                     "a statement of the handler failed, and the handler returned Ok: return its error, or use a savepoint".into(),
                 ));
             }
-            TransactionState::Other => return Err(ended.ended_by_handler().await),
+            TransactionState::Other => return Err(transaction.ended_by_handler().await),
             // The COMMIT was not sent.
             TransactionState::Lost(error) => return Err(CommitError::RolledBack(error.into())),
         }
-        ended.transaction.commit().await.map_err(|error| {
+        transaction.inner.commit().await.map_err(|error| {
             if failure::was_rolled_back(&error) {
                 CommitError::RolledBack(error.into())
             } else {
@@ -280,11 +280,13 @@ impl Inbox for PostgresInbox {
         })
     }
 
-    async fn rollback(&self, mut ended: PostgresTransaction) -> Result<(), CommitError> {
-        match ended.state().await {
-            TransactionState::Other => Err(ended.ended_by_handler().await),
+    async fn rollback(&self, mut transaction: PostgresTransaction) -> Result<(), CommitError> {
+        match transaction.state().await {
+            TransactionState::Other => Err(transaction.ended_by_handler().await),
             TransactionState::Lost(_) => Ok(()), // the server rolls back
-            TransactionState::Current | TransactionState::Failed => self.roll_back(ended).await,
+            TransactionState::Current | TransactionState::Failed => {
+                self.roll_back_and_check(transaction).await
+            }
         }
     }
 }
@@ -303,7 +305,7 @@ enum TransactionState {
 
 impl PostgresTransaction {
     async fn state(&mut self) -> TransactionState {
-        let current = query(CURRENT).fetch_one(&mut *self.transaction).await;
+        let current = query(CHECK_AND_SYNC).fetch_one(&mut *self.inner).await;
         match current.and_then(|row| row.try_get::<Option<String>, _>(0)) {
             Ok(current) if current.as_ref() == Some(&self.id) => TransactionState::Current,
             // Also after a `begin` of the handler that failed because an earlier statement had: sqlx
@@ -316,7 +318,7 @@ impl PostgresTransaction {
 
     /// Rolls back what the handler left open, and returns the error.
     async fn ended_by_handler(self) -> CommitError {
-        let _ = self.transaction.rollback().await; // fails if nothing is open
+        let _ = self.inner.rollback().await; // fails if nothing is open
         CommitError::EndedByHandler(
             "the handler ended its transaction, so its changes and the record of the message may not have been committed \
              together: remove COMMIT and ROLLBACK from the handler, return the error of a statement before the next one, and \
@@ -327,19 +329,24 @@ impl PostgresTransaction {
 }
 
 impl PostgresInbox {
-    /// Rolls back. If a statement failed, that may have been in another transaction, which the handler
-    /// began after it had committed the first.
-    async fn roll_back(&self, mut ended: PostgresTransaction) -> Result<(), CommitError> {
-        if ended.transaction.execute("ROLLBACK").await.is_err() {
+    /// Sends ROLLBACK, and checks that the record was not committed: the handler may have committed the
+    /// transaction and begun another one, in which a statement failed.
+    async fn roll_back_and_check(
+        &self,
+        mut transaction: PostgresTransaction,
+    ) -> Result<(), CommitError> {
+        if transaction.inner.execute("ROLLBACK").await.is_err() {
             return Ok(());
         }
-        let committed = query(COMMITTED).bind(&ended.key).bind(&ended.id);
-        let committed = committed.fetch_optional(&mut *ended.transaction).await;
+        let committed = query(COMMITTED)
+            .bind(&transaction.key)
+            .bind(&transaction.id);
+        let committed = committed.fetch_optional(&mut *transaction.inner).await;
         let committed = committed.and_then(|row| row.map(|row| row.try_get(0)).transpose());
         if let Ok(Some(true)) = committed {
-            return Err(ended.ended_by_handler().await);
+            return Err(transaction.ended_by_handler().await);
         }
-        let _ = ended.transaction.rollback().await; // for sqlx: nothing is open
+        let _ = transaction.inner.rollback().await; // for sqlx: nothing is open
         Ok(())
     }
 }
@@ -377,15 +384,15 @@ async fn insert(
 }
 
 /// What a row says about a claim.
-fn verdict(claim: &Operation, row: Option<&FoundRow>) -> Result<Verdict, StoreError> {
+fn verdict(claim: &Operation, row: Option<&MarkerRow>) -> Result<Verdict, StoreError> {
     let key = claim.key.as_str();
     let (marker, age) = match row {
-        Some(FoundRow::Row { left, row, .. }) if *left > 0 => {
+        Some(MarkerRow::Row { left, row, .. }) if *left > 0 => {
             let marker = row.marker().map_err(|_| unreadable(key))?;
             (marker, row.age(*left))
         }
-        Some(FoundRow::Unreadable) => return Err(unreadable(key).into()),
-        Some(FoundRow::Row { .. } | FoundRow::Missing) | None => {
+        Some(MarkerRow::Unreadable) => return Err(unreadable(key).into()),
+        Some(MarkerRow::Row { .. } | MarkerRow::Missing) | None => {
             (Marker::Absent, Age::Of(Duration::ZERO))
         }
     };

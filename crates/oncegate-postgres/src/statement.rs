@@ -84,12 +84,12 @@ pub(crate) struct Steps<'a> {
 pub(crate) enum MarkerStepResult {
     Applied,
     /// It was not applied.
-    Found(FoundRow),
+    Found(MarkerRow),
 }
 
 /// The row of a key.
 #[derive(Clone, Debug)]
-pub(crate) enum FoundRow {
+pub(crate) enum MarkerRow {
     Missing,
     /// Its token has another length than this release writes.
     Unreadable,
@@ -168,7 +168,7 @@ impl<'a> Steps<'a> {
                 let key = answer.try_get::<String, _>(0)?;
                 let result = match answer.try_get(1)? {
                     true => MarkerStepResult::Applied,
-                    false => MarkerStepResult::Found(found(answer, 2)?),
+                    false => MarkerStepResult::Found(decode_row(answer, 2)?),
                 };
                 Ok((key, result))
             })
@@ -177,13 +177,13 @@ impl<'a> Steps<'a> {
 }
 
 /// The row in the columns from `first`: version, time left, and those of [`MarkerColumns`].
-pub(crate) fn found(answer: &PgRow, first: usize) -> Result<FoundRow, sqlx::Error> {
+pub(crate) fn decode_row(answer: &PgRow, first: usize) -> Result<MarkerRow, sqlx::Error> {
     let Some(version) = answer.try_get::<Option<String>, _>(first)? else {
-        return Ok(FoundRow::Missing);
+        return Ok(MarkerRow::Missing);
     };
     let bytes = answer.try_get::<Option<&[u8]>, _>(first + 8)?;
     let Ok(token) = bytes.map(<[u8; 16]>::try_from).transpose() else {
-        return Ok(FoundRow::Unreadable);
+        return Ok(MarkerRow::Unreadable);
     };
     let row = MarkerColumns {
         state: answer.try_get(first + 2)?,
@@ -197,7 +197,7 @@ pub(crate) fn found(answer: &PgRow, first: usize) -> Result<FoundRow, sqlx::Erro
         horizon: answer.try_get(first + 10)?,
         guarantee: answer.try_get(first + 11)?,
     };
-    Ok(FoundRow::Row {
+    Ok(MarkerRow::Row {
         version,
         left: answer.try_get(first + 1)?,
         row,

@@ -8,7 +8,7 @@ use oncegate_core::StoreError;
 use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Verdict};
 use redis::{Cmd, Value};
 
-use crate::conditional::{self, Conditional, ConditionalCommands, Use};
+use crate::conditional::{self, ConditionalCommand, ConditionalSupport, SendPlan};
 use crate::durability::Durability;
 use crate::failure::{StoreFailure, denied_user, is_denied};
 use crate::loss_detector::LossDetector;
@@ -45,7 +45,7 @@ enum BatchCommand {
     /// least one.
     Undecided(Vec<usize>),
     /// A completion or clearing without the script.
-    Conditional(Conditional, usize),
+    Conditional(ConditionalCommand, usize),
     /// One script call; at least one operation.
     Script(ScriptRef, Vec<usize>),
 }
@@ -61,7 +61,7 @@ impl BatchCommand {
         }
     }
 
-    fn is(&self, conditional: Conditional) -> bool {
+    fn is(&self, conditional: ConditionalCommand) -> bool {
         matches!(self, Self::Conditional(it, _) if *it == conditional)
     }
 }
@@ -300,7 +300,7 @@ impl OperationBatch<'_> {
     fn add_for_server(
         &self,
         command: BatchCommand,
-        known: &ConditionalCommands,
+        known: &ConditionalSupport,
         commands: &mut Vec<BatchCommand>,
     ) {
         let BatchCommand::Undecided(call) = command else {
@@ -311,13 +311,13 @@ impl OperationBatch<'_> {
         for index in call {
             match known.use_for(&self.operations[index]) {
                 _ if self.script_only => by_script.push(index),
-                Use::All(conditional) => {
+                SendPlan::All(conditional) => {
                     commands.push(BatchCommand::Conditional(conditional, index));
                 }
-                Use::One(conditional) if !commands.iter().any(|it| it.is(conditional)) => {
+                SendPlan::One(conditional) if !commands.iter().any(|it| it.is(conditional)) => {
                     commands.push(BatchCommand::Conditional(conditional, index));
                 }
-                Use::One(_) | Use::Script => by_script.push(index),
+                SendPlan::One(_) | SendPlan::Script => by_script.push(index),
             }
         }
         if !by_script.is_empty() {

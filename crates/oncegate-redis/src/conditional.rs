@@ -14,7 +14,7 @@ use crate::record;
 
 /// A conditional command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Conditional {
+pub(crate) enum ConditionalCommand {
     SetIfEqual,
     DelIfEq,
     DelEx,
@@ -22,9 +22,9 @@ pub(crate) enum Conditional {
 
 /// What the replies have shown about one conditional command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Known {
+enum CommandSupport {
     /// One command is sent to find out.
-    Nothing = 0,
+    Untested = 0,
     Available = 1,
     /// The server does not have it, or the user has no right to it.
     Unavailable = 2,
@@ -32,59 +32,61 @@ enum Known {
 
 /// Which conditional commands the server of a connection has, as far as its replies have shown.
 #[derive(Default)]
-pub(crate) struct ConditionalCommands([AtomicU8; 3]);
+pub(crate) struct ConditionalSupport([AtomicU8; 3]);
 
-/// How operations that are alike are sent.
+/// How the operations of one kind in a batch are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
+pub(crate) enum SendPlan {
     /// All by the script.
     Script,
     /// One by this command, to find out whether the server has it; the others by the script.
-    One(Conditional),
+    One(ConditionalCommand),
     /// All by this command.
-    All(Conditional),
+    All(ConditionalCommand),
 }
 
-impl ConditionalCommands {
+impl ConditionalSupport {
     /// Resets the results: the connection is new, perhaps to another server.
     pub(crate) fn reset(&self) {
         for known in &self.0 {
-            known.store(Known::Nothing as u8, Ordering::Relaxed);
+            known.store(CommandSupport::Untested as u8, Ordering::Relaxed);
         }
     }
 
     /// How operations like this one are sent.
-    pub(crate) fn use_for(&self, operation: &Operation) -> Use {
-        let candidates: &[Conditional] = match (operation.ask, operation.terms.guarantee) {
-            (Ask::Complete, _) => &[Conditional::SetIfEqual],
+    pub(crate) fn use_for(&self, operation: &Operation) -> SendPlan {
+        let candidates: &[ConditionalCommand] = match (operation.ask, operation.terms.guarantee) {
+            (Ask::Complete, _) => &[ConditionalCommand::SetIfEqual],
             // After a first attempt without effect there is nothing to keep: the marker is deleted. Later
             // attempts are counted in it, and with `AtMostOnce` a rejected marker is kept, by the script.
             (Ask::Clear(Effect::Nothing), _)
             | (Ask::Reject(Effect::Nothing), Guarantee::EffectivelyOnce)
                 if operation.attempt == 1 =>
             {
-                &[Conditional::DelIfEq, Conditional::DelEx]
+                &[ConditionalCommand::DelIfEq, ConditionalCommand::DelEx]
             }
             _ => &[],
         };
         for &candidate in candidates {
             let known = self.0[candidate as usize].load(Ordering::Relaxed);
-            if known == Known::Available as u8 {
-                return Use::All(candidate);
+            if known == CommandSupport::Available as u8 {
+                return SendPlan::All(candidate);
             }
-            if known == Known::Nothing as u8 {
-                return Use::One(candidate);
+            if known == CommandSupport::Untested as u8 {
+                return SendPlan::One(candidate);
             }
         }
-        Use::Script
+        SendPlan::Script
     }
 
     /// Learns from a reply.
-    pub(crate) fn learn(&self, command: Conditional, reply: &Value) {
+    pub(crate) fn learn(&self, command: ConditionalCommand, reply: &Value) {
         let known = match reply {
-            Value::ServerError(error) if is_unavailable(error.code()) => Known::Unavailable,
+            Value::ServerError(error) if is_unavailable(error.code()) => {
+                CommandSupport::Unavailable
+            }
             Value::ServerError(_) => return,
-            _ => Known::Available,
+            _ => CommandSupport::Available,
         };
         self.0[command as usize].store(known as u8, Ordering::Relaxed);
     }
@@ -98,10 +100,10 @@ fn is_unavailable(code: &str) -> bool {
 
 /// Whether the script has to run after this reply: the key has another value, the command is not
 /// available, or the key has another type, which the script reports.
-pub(crate) fn needs_script(command: Conditional, reply: &Value) -> bool {
+pub(crate) fn needs_script(command: ConditionalCommand, reply: &Value) -> bool {
     match (command, reply) {
-        (Conditional::SetIfEqual, Value::Nil)
-        | (Conditional::DelIfEq | Conditional::DelEx, Value::Int(0)) => true,
+        (ConditionalCommand::SetIfEqual, Value::Nil)
+        | (ConditionalCommand::DelIfEq | ConditionalCommand::DelEx, Value::Int(0)) => true,
         (_, Value::ServerError(error)) => {
             error.code() == "WRONGTYPE" || is_unavailable(error.code())
         }
@@ -109,13 +111,13 @@ pub(crate) fn needs_script(command: Conditional, reply: &Value) -> bool {
     }
 }
 
-/// The command, which expects the marker as this claim was granted, without crashes, unknown effects
-/// or a redrive before it.
-pub(crate) fn command(command: Conditional, key: &[u8], operation: &Operation) -> Cmd {
+/// Builds the command. The expected value is the marker of a claim without earlier crashes, unknown
+/// effects or redrives; the script handles any other marker.
+pub(crate) fn command(command: ConditionalCommand, key: &[u8], operation: &Operation) -> Cmd {
     let expected = record::granted(operation, operation.attempt);
     let mut sent = Cmd::with_capacity(7, 256);
     match command {
-        Conditional::SetIfEqual => sent
+        ConditionalCommand::SetIfEqual => sent
             .arg("SET")
             .arg(key)
             .arg(record::done(operation.terms.fingerprint))
@@ -123,8 +125,8 @@ pub(crate) fn command(command: Conditional, key: &[u8], operation: &Operation) -
             .arg(expected)
             .arg("PX")
             .arg(record::expiry(operation.terms.window)),
-        Conditional::DelIfEq => sent.arg("DELIFEQ").arg(key).arg(expected),
-        Conditional::DelEx => sent.arg("DELEX").arg(key).arg("IFEQ").arg(expected),
+        ConditionalCommand::DelIfEq => sent.arg("DELIFEQ").arg(key).arg(expected),
+        ConditionalCommand::DelEx => sent.arg("DELEX").arg(key).arg("IFEQ").arg(expected),
     };
     sent
 }
@@ -171,36 +173,60 @@ mod tests {
     #[test]
     fn one_command_finds_out_what_the_server_has() {
         let complete = operation(Ask::Complete, 1, Guarantee::AtMostOnce);
-        let known = ConditionalCommands::default();
-        assert_eq!(known.use_for(&complete), Use::One(Conditional::SetIfEqual));
+        let known = ConditionalSupport::default();
+        assert_eq!(
+            known.use_for(&complete),
+            SendPlan::One(ConditionalCommand::SetIfEqual)
+        );
         // Says nothing about the command.
-        known.learn(Conditional::SetIfEqual, &error("OOM command not allowed"));
-        assert_eq!(known.use_for(&complete), Use::One(Conditional::SetIfEqual));
-        known.learn(Conditional::SetIfEqual, &Value::Nil);
-        assert_eq!(known.use_for(&complete), Use::All(Conditional::SetIfEqual));
+        known.learn(
+            ConditionalCommand::SetIfEqual,
+            &error("OOM command not allowed"),
+        );
+        assert_eq!(
+            known.use_for(&complete),
+            SendPlan::One(ConditionalCommand::SetIfEqual)
+        );
+        known.learn(ConditionalCommand::SetIfEqual, &Value::Nil);
+        assert_eq!(
+            known.use_for(&complete),
+            SendPlan::All(ConditionalCommand::SetIfEqual)
+        );
         known.reset();
-        assert_eq!(known.use_for(&complete), Use::One(Conditional::SetIfEqual));
+        assert_eq!(
+            known.use_for(&complete),
+            SendPlan::One(ConditionalCommand::SetIfEqual)
+        );
         for line in UNKNOWN {
             known.reset();
-            known.learn(Conditional::SetIfEqual, &error(line));
-            assert_eq!(known.use_for(&complete), Use::Script, "{line}");
+            known.learn(ConditionalCommand::SetIfEqual, &error(line));
+            assert_eq!(known.use_for(&complete), SendPlan::Script, "{line}");
         }
     }
 
     #[test]
     fn the_command_of_valkey_is_tried_before_that_of_redis() {
         let clear = operation(Ask::Clear(Effect::Nothing), 1, Guarantee::EffectivelyOnce);
-        let known = ConditionalCommands::default();
-        assert_eq!(known.use_for(&clear), Use::One(Conditional::DelIfEq));
-        known.learn(Conditional::DelIfEq, &error(UNKNOWN[2]));
-        assert_eq!(known.use_for(&clear), Use::One(Conditional::DelEx));
-        known.learn(Conditional::DelEx, &Value::Int(0));
-        assert_eq!(known.use_for(&clear), Use::All(Conditional::DelEx));
+        let known = ConditionalSupport::default();
+        assert_eq!(
+            known.use_for(&clear),
+            SendPlan::One(ConditionalCommand::DelIfEq)
+        );
+        known.learn(ConditionalCommand::DelIfEq, &error(UNKNOWN[2]));
+        assert_eq!(
+            known.use_for(&clear),
+            SendPlan::One(ConditionalCommand::DelEx)
+        );
+        known.learn(ConditionalCommand::DelEx, &Value::Int(0));
+        assert_eq!(
+            known.use_for(&clear),
+            SendPlan::All(ConditionalCommand::DelEx)
+        );
     }
 
     #[test]
     fn only_the_marker_of_a_first_attempt_is_deleted_without_the_script() {
-        let known = ConditionalCommands::default();
+        let known = ConditionalSupport::default();
         let by_script = [
             (Ask::Clear(Effect::Nothing), 2, Guarantee::EffectivelyOnce),
             (Ask::Clear(Effect::Unknown), 1, Guarantee::EffectivelyOnce),
@@ -212,13 +238,13 @@ mod tests {
         ];
         for (ask, attempt, guarantee) in by_script {
             let operation = operation(ask, attempt, guarantee);
-            assert_eq!(known.use_for(&operation), Use::Script, "{operation:?}");
+            assert_eq!(known.use_for(&operation), SendPlan::Script, "{operation:?}");
         }
     }
 
     #[test]
     fn the_script_decides_about_any_other_value() {
-        let (set, delete) = (Conditional::SetIfEqual, Conditional::DelIfEq);
+        let (set, delete) = (ConditionalCommand::SetIfEqual, ConditionalCommand::DelIfEq);
         assert!(needs_script(set, &Value::Nil) && !needs_script(set, &Value::Okay));
         assert!(needs_script(delete, &Value::Int(0)) && !needs_script(delete, &Value::Int(1)));
         assert!(needs_script(

@@ -1,7 +1,7 @@
 //! Idempotent message consumers for Kafka and RabbitMQ.
 //!
-//! Whatever crashes, is redelivered, lost or rebalanced: the effect of a message happens as often as
-//! the chosen [`Guarantee`] allows. This crate re-exports the others and contains no logic.
+//! Crashes, redeliveries, lost replies and rebalances repeat or lose no effect beyond what the chosen
+//! [`Guarantee`] allows. This crate re-exports the others and contains no logic.
 //! [`prelude`] has what a consumer needs.
 #![forbid(unsafe_code)]
 

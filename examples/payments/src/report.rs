@@ -47,7 +47,7 @@ impl Report {
             }
         }
         let count = |outcome: &str| deliveries(metrics, outcome);
-        let accepted = count("completed") + count("duplicate") + count("passed_without_gate");
+        let accepted = count("completed") + count("duplicate") + count("passed_without_store");
         let delivered = accepted + count("released") + count("rejected") + count("in_doubt");
         let charged_twice = charges.values().filter(|it| **it > 1).count();
         #[rustfmt::skip] // a table

@@ -17,7 +17,7 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(45);
 const FINAL: [&str; 5] = [
     "completed",
     "duplicate",
-    "passed_without_gate",
+    "passed_without_store",
     "rejected",
     "in_doubt",
 ];

@@ -34,7 +34,7 @@ enum HandshakeState {
     Connecting,
     /// The socket is open, and the handshake runs. This is a second handle to the socket.
     AwaitingBroker(TcpStream),
-    /// The handshake has succeeded, or the timeout is over.
+    /// The handshake has succeeded, or the guard was dropped: it failed, or its timeout is over.
     Finished,
 }
 
@@ -78,6 +78,7 @@ pub(crate) async fn connect(
             }
             *state = HandshakeState::AwaitingBroker(socket);
             drop(state);
+            // `Plain` for lapin only: with TLS, the stream encrypts already.
             Ok(AsyncTcpStream::Plain(stream))
         },
         properties,

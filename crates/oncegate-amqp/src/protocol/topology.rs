@@ -33,7 +33,7 @@ pub(crate) enum QueuePurpose {
     /// messages, and AMQP does not report the arguments of a queue.
     Consumed,
     /// The source publishes dead letters or in-doubt messages to it.
-    Target,
+    Destination,
     /// The source publishes delayed copies to it, and the broker returns them to the consumed queue.
     Delay,
 }
@@ -54,18 +54,18 @@ pub(crate) fn named_queues(settings: &QueueSettings) -> [QueueSpec; 3] {
     if settings.consumers == ConsumerMode::SingleActive {
         consumed.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
     }
-    let mut target_arguments = queue_arguments(settings.kind);
+    let mut destination_arguments = queue_arguments(settings.kind);
     if settings.kind == QueueKind::Quorum {
-        target_arguments.insert(
+        destination_arguments.insert(
             "x-delivery-limit".into(),
             AMQPValue::LongInt(UNLIMITED_DELIVERIES),
         );
     }
-    let target = |setting, name: &ShortString| QueueSpec {
-        purpose: QueuePurpose::Target,
+    let destination = |setting, name: &ShortString| QueueSpec {
+        purpose: QueuePurpose::Destination,
         setting,
         name: name.clone(),
-        arguments: target_arguments.clone(),
+        arguments: destination_arguments.clone(),
     };
     [
         QueueSpec {
@@ -74,8 +74,8 @@ pub(crate) fn named_queues(settings: &QueueSettings) -> [QueueSpec; 3] {
             name: settings.queue.clone(),
             arguments: consumed,
         },
-        target("dead_letters", &settings.dead_letters),
-        target("in_doubt", &settings.in_doubt),
+        destination("dead_letters", &settings.dead_letters),
+        destination("in_doubt", &settings.in_doubt),
     ]
 }
 
@@ -111,12 +111,12 @@ fn queue_arguments(kind: QueueKind) -> FieldTable {
     arguments
 }
 
-fn dead_letter_to(arguments: &mut FieldTable, target: &ShortString, kind: QueueKind) {
+fn dead_letter_to(arguments: &mut FieldTable, routing_key: &ShortString, kind: QueueKind) {
     let mut set = |name: &str, value: &str| {
         arguments.insert(name.into(), AMQPValue::LongString(value.into()));
     };
     set("x-dead-letter-exchange", "");
-    set("x-dead-letter-routing-key", target.as_str());
+    set("x-dead-letter-routing-key", routing_key.as_str());
     if kind == QueueKind::Quorum {
         // At-least-once dead-lettering, which requires this overflow behaviour.
         set("x-dead-letter-strategy", "at-least-once");
@@ -124,9 +124,9 @@ fn dead_letter_to(arguments: &mut FieldTable, target: &ShortString, kind: QueueK
     }
 }
 
-/// The one of [`DELAYS`] for a copy: the shortest that is not below the delay, if it is at most twice
-/// the delay; otherwise the longest that is not above it, after which another copy waits for the
-/// remaining delay. So a message that waits for the end of a lease is redelivered within two leases,
+/// The delay queue for a copy that should wait this long: the shortest of [`DELAYS`] in
+/// `after..=2 * after`; otherwise the longest that is not above it, and another copy waits for the rest;
+/// otherwise the shortest. So a message that waits for the end of a lease is redelivered within two leases,
 /// and few messages need more than two copies.
 pub(crate) fn delay_queue_step(after: Duration) -> Duration {
     let [shortest, ..] = DELAYS;

@@ -19,6 +19,15 @@ impl Broker {
         }
     }
 
+    /// The error for a broker that this build does not include; `None` if it does.
+    pub(crate) fn missing_feature(self) -> Option<CliError> {
+        let included = match self {
+            Self::Kafka => cfg!(feature = "kafka"),
+            Self::Rabbitmq => cfg!(feature = "rabbitmq"),
+        };
+        (!included).then(|| self.feature_missing())
+    }
+
     /// The error for a broker that this build does not include.
     pub(crate) fn feature_missing(self) -> CliError {
         match self {
@@ -28,7 +37,7 @@ impl Broker {
     }
 
     /// Whether the configuration names any broker.
-    pub(crate) fn any_configured(context: &CliContext) -> bool {
+    pub(crate) fn any_named(context: &CliContext) -> bool {
         [Self::Kafka, Self::Rabbitmq]
             .into_iter()
             .any(|broker| broker.is_named(context))
@@ -36,7 +45,7 @@ impl Broker {
 
     /// Whether the configuration has a section or a key of this broker, or names it in
     /// `gate.broker`.
-    fn is_named(self, context: &CliContext) -> bool {
+    pub(crate) fn is_named(self, context: &CliContext) -> bool {
         let config = &context.config;
         let section = format!("{}.", self.name());
         config.has_section(self.name())

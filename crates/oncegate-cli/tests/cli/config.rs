@@ -607,3 +607,46 @@ fn each_destination_accepts_and_lists_only_its_own_reasons() {
             .prints("no broker");
     }
 }
+
+/// Output that cannot be written is not lost without an error, and no error panics.
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    let oncegate = env!("CARGO_BIN_EXE_oncegate");
+    let run = |arguments: &str| {
+        let command = format!("'{oncegate}' {arguments}");
+        let output = std::process::Command::new("sh")
+            .args(["-c", &command])
+            .env("ONCEGATE_CONFIG", "/dev/null")
+            .output();
+        let output = output.expect("sh");
+        (
+            output.status.code(),
+            String::from_utf8(output.stderr).expect("text"),
+        )
+    };
+    let (code, error) = run("config keys > /dev/full");
+    assert_eq!(code, Some(1), "{error}");
+    assert!(error.contains("cannot write to standard output"), "{error}");
+    let (code, error) = run("config keys --json > /dev/full");
+    assert_eq!(code, Some(1), "{error}");
+    assert!(error.contains("cannot write to standard output"), "{error}");
+    // A reader that stops early, such as `head`.
+    assert_eq!(run("config keys | true; exit 0").0, Some(0));
+    // The exit code of the error, not that of a panic.
+    assert_eq!(run("marker show 7 2> /dev/full").0, Some(2));
+}
+
+#[test]
+fn a_load_that_is_too_large_is_not_estimated() {
+    let cli = TestCli::new();
+    let rate = u64::MAX.to_string();
+    for arguments in [
+        ["--rate", &rate, "--processes", "1"],
+        ["--rate", &rate, "--primaries", "1000"],
+        ["--rate", "1", "--processes", &rate],
+    ] {
+        cli.run(&[&["plan"], arguments.as_slice()].concat())
+            .exits_with(2)
+            .prints("too large to estimate");
+    }
+}

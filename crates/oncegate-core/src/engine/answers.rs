@@ -17,7 +17,7 @@ use crate::slots::Slot;
 use crate::store::{BoxError, StoreError};
 
 impl Engine {
-    /// Sends what is due to the store. While it is unavailable, messages are handled without the gate
+    /// Sends what is due to the store. While it is unavailable, messages are handled without the store
     /// if the user chose [`Outage::PassThrough`].
     pub(super) fn send_batches(&mut self) {
         if self.batcher.is_misconfigured() {
@@ -26,7 +26,7 @@ impl Engine {
                 self.handle_event(slot, Event::StopNow);
             }
         }
-        if std::mem::take(&mut self.drain_started) {
+        if std::mem::take(&mut self.drops_unsent_claims) {
             self.drop_unsent_claims();
         }
         let now = Instant::now();

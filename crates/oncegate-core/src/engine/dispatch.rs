@@ -459,8 +459,8 @@ impl Engine {
     /// Passes a delivery with its settlement to the source, at the end of this iteration.
     #[inline]
     fn settle_delivery(&mut self, slot: Slot, settlement: Settlement) {
-        let without_gate = matches!(&settlement, Settlement::Accept(proof) if proof.as_str() == "passed_without_gate");
-        if without_gate {
+        let without_store = matches!(&settlement, Settlement::Accept(proof) if proof.as_str() == "passed_without_store");
+        if without_store {
             self.record_completion_later(slot);
         }
         let (policy, into, leases) = (&self.policy, &mut self.settled, &mut self.leases);
@@ -483,7 +483,7 @@ impl Engine {
         }
     }
 
-    /// Queues the claim and completion of a message that was handled without the gate. They are sent
+    /// Queues the claim and completion of a message that was handled without the store. They are sent
     /// with the token of its unanswered claim when the store is available again.
     #[cold]
     fn record_completion_later(&mut self, slot: Slot) {
@@ -538,7 +538,7 @@ impl Engine {
 
     /// Starts the handler or `reconcile`. Returns its event if it ended on the first poll.
     fn start(&mut self, slot: Slot, kind: RunKind) -> Option<Event> {
-        if let Stage::Ungated(_) = self.intake.at(slot)?.stage() {
+        if let Stage::WithoutClaim(_) = self.intake.at(slot)?.stage() {
             self.release_lease(slot);
         }
         let entry = self.intake.at_mut(slot)?;

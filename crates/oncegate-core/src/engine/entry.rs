@@ -118,7 +118,7 @@ impl Phase {
 pub(super) fn has_running_task(stage: Stage) -> bool {
     matches!(
         stage,
-        Stage::Running(..) | Stage::Reconciling(..) | Stage::Ungated(_)
+        Stage::Running(..) | Stage::Reconciling(..) | Stage::WithoutClaim(_)
     )
 }
 

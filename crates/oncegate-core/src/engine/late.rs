@@ -1,4 +1,4 @@
-//! Completions of messages that were handled without the gate while the store was unavailable.
+//! Completions of messages that were handled without the store while the store was unavailable.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -50,7 +50,7 @@ impl LateCompletions {
         !self.is_settled() && self.pending.contains_key(key)
     }
 
-    /// Adds the claim of a message that was handled without the gate, with the token of its
+    /// Adds the claim of a message that was handled without the store, with the token of its
     /// unanswered claim.
     ///
     /// # Errors

@@ -233,12 +233,12 @@ impl Logs {
         }
     }
 
-    /// The completion of a message that was handled without the gate is not kept.
+    /// The completion of a message that was handled without the store is not kept.
     pub(super) fn late_completions_full(&mut self) {
         if let Some(suppressed_lines) = self.late_completions_full.due(Instant::now()) {
             tracing::warn!(
                 suppressed_lines,
-                "completion not recorded: too many messages were handled without the gate; a redelivery of this one runs again"
+                "completion not recorded: too many messages were handled without the store; a redelivery of this one runs again"
             );
         }
     }
@@ -291,7 +291,7 @@ impl Logs {
             Clearing(..) | Doubting(..) | Running(..) | Pausing(..) | Reconciling(..)
             | ReconcilePausing(..) => "unknown",
             New(_) | Claiming(..) | AwaitingClaim(..) | ClaimingInDrain(_) | Withdrawing(..)
-            | Ready(_) | Ungated(_) | Settled => return,
+            | Ready(_) | WithoutClaim(_) | Settled => return,
         };
         let Some(suppressed_lines) = self.not_recorded.due(Instant::now()) else {
             return;

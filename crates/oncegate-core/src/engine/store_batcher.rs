@@ -252,12 +252,12 @@ impl StoreBatcher {
                 tracing::warn!(
                     key,
                     ?verdict,
-                    "completion not recorded: message was handled without the gate, and a redelivery of it may run again"
+                    "completion not recorded: message was handled without the store, and a redelivery of it may run again"
                 );
             }
             Err(StoreError::UnreadableMarker(why)) => {
                 self.late.finish(&operation.key);
-                tracing::error!(key = operation.key.as_str(), error = %why, "completion not recorded: message was handled without the gate, and its marker is unreadable");
+                tracing::error!(key = operation.key.as_str(), error = %why, "completion not recorded: message was handled without the store, and its marker is unreadable");
             }
             Err(_) => {
                 self.late.due = now + longest_pause.min(Duration::from_secs(1));

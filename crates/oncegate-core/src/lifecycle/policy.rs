@@ -12,7 +12,7 @@ pub enum Outage {
     /// Receive nothing until the store is available again.
     #[default]
     Hold,
-    /// Effectively once only: run handlers without the gate, which is at least once during the
+    /// Effectively once only: run handlers without the store, which is at least once during the
     /// outage, and count these runs.
     PassThrough,
 }

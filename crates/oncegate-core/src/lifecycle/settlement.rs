@@ -21,7 +21,7 @@ pub enum Settlement {
 }
 
 /// Proves that a delivery may be accepted. Only [`transition`](super::transition) creates one, from a verdict of the
-/// store or from a run without the gate.
+/// store or from a run without the store.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub struct Proof(pub(super) ProofKind);
 
@@ -30,7 +30,7 @@ pub(super) enum ProofKind {
     Completed,
     Duplicate,
     Resolved,
-    PassedWithoutGate,
+    PassedWithoutStore,
 }
 
 impl Proof {
@@ -40,7 +40,7 @@ impl Proof {
             ProofKind::Completed => "completed",
             ProofKind::Duplicate => "duplicate",
             ProofKind::Resolved => "resolved",
-            ProofKind::PassedWithoutGate => "passed_without_gate",
+            ProofKind::PassedWithoutStore => "passed_without_store",
         }
     }
 }

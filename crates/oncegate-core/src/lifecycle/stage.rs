@@ -41,7 +41,7 @@ pub enum Stage {
     Rejecting(Grant, Reason, Effect),
     /// The handler runs without a claim: the store is unavailable, and the user chose
     /// [`Outage::PassThrough`](super::Outage::PassThrough).
-    Ungated(History),
+    WithoutClaim(History),
     /// Settled or abandoned; no event changes it.
     Settled,
 }
@@ -151,7 +151,7 @@ impl Stage {
             Clearing(_, effect, _) => Some(Ask::Clear(effect)),
             Rejecting(_, _, effect) => Some(Ask::Reject(effect)),
             New(_) | AwaitingClaim(..) | Ready(_) | Running(..) | Pausing(..) | Reconciling(..)
-            | ReconcilePausing(..) | Ungated(_) | Settled => None,
+            | ReconcilePausing(..) | WithoutClaim(_) | Settled => None,
         }
     }
 

@@ -75,7 +75,7 @@ fn stages() -> Vec<Stage> {
         Completing(GRANT),
         Clearing(GRANT, Effect::Nothing, Duration::ZERO),
         Rejecting(GRANT, Reason::Refused, Effect::Nothing),
-        Ungated(HISTORY),
+        WithoutClaim(HISTORY),
     ]
 }
 
@@ -580,7 +580,7 @@ fn only_effectively_once_with_pass_through_runs_without_the_gate() {
     let claiming = Stage::Claiming(HISTORY, ClaimTries(0));
     assert_eq!(
         transition(claiming, Event::Unavailable, &through),
-        (Stage::Ungated(HISTORY), Action::Run)
+        (Stage::WithoutClaim(HISTORY), Action::Run)
     );
     for policy in [
         effectively_once(),
@@ -597,21 +597,25 @@ fn only_effectively_once_with_pass_through_runs_without_the_gate() {
             )
         ));
     }
-    let ungated = Stage::Ungated(HISTORY);
+    let without_claim = Stage::WithoutClaim(HISTORY);
     assert_eq!(
-        transition(ungated, Event::Returned(Outcome::Done), &through),
-        accept(ProofKind::PassedWithoutGate)
+        transition(without_claim, Event::Returned(Outcome::Done), &through),
+        accept(ProofKind::PassedWithoutStore)
     );
     assert_eq!(
-        transition(ungated, Event::Returned(Outcome::Reject), &through),
+        transition(without_claim, Event::Returned(Outcome::Reject), &through),
         reject(Reason::Refused)
     );
     assert_eq!(
-        transition(ungated, Event::Returned(Outcome::Unreadable), &through),
+        transition(
+            without_claim,
+            Event::Returned(Outcome::Unreadable),
+            &through
+        ),
         reject(Reason::Unreadable)
     );
     assert_eq!(
-        transition(ungated, Event::Returned(Outcome::Retry), &through),
+        transition(without_claim, Event::Returned(Outcome::Retry), &through),
         release(pause(0), 1)
     );
     let last = History {
@@ -620,7 +624,7 @@ fn only_effectively_once_with_pass_through_runs_without_the_gate() {
     };
     assert_eq!(
         transition(
-            Stage::Ungated(last),
+            Stage::WithoutClaim(last),
             Event::Returned(Outcome::Retry),
             &through
         ),
@@ -649,7 +653,7 @@ fn the_end_of_the_lease_in_every_stage() {
                     Doubting(GRANT, DoubtCause::Interrupted, AfterDoubt::Release),
                     Action::Apply,
                 ),
-                Running(..) | Reconciling(..) | ReconcilePausing(..) | Ungated(_) => {
+                Running(..) | Reconciling(..) | ReconcilePausing(..) | WithoutClaim(_) => {
                     release(pause(0), 0)
                 }
                 Pausing(..) => (
@@ -752,7 +756,7 @@ fn the_drain_timeout_in_every_stage_records_running_handlers_as_unknown() {
                     Clearing(GRANT.failed(), Effect::Unknown, Duration::ZERO),
                     Action::Apply,
                 ),
-                Ungated(_) => release(Duration::ZERO, 1),
+                WithoutClaim(_) => release(Duration::ZERO, 1),
                 Reconciling(_, _, cause) => released_in_doubt(cause),
                 Doubting(_, cause, AfterDoubt::Reconcile) => (
                     Doubting(GRANT, cause, AfterDoubt::ReleaseAtOnce),
@@ -953,7 +957,7 @@ fn no_delivery_is_accepted_unless_its_id_is_done() {
     ];
     for stage in stages()
         .into_iter()
-        .filter(|stage| !matches!(stage, Stage::Ungated(_)))
+        .filter(|stage| !matches!(stage, Stage::WithoutClaim(_)))
     {
         for event in events {
             let (_, action) = transition(stage, event, &at_most_once());

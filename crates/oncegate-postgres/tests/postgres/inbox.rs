@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use oncegate_core::inbox::{InTransaction, InboxStore};
+use oncegate_core::inbox::{BeginResult, InTransaction, InboxStore};
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::marker::Ask;
 use oncegate_core::{
@@ -751,16 +751,26 @@ async fn a_copy_with_another_body_is_a_conflict() {
 /// sqlx leaves the connection of a `begin` that is dropped in its transaction.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_begin_that_is_dropped_leaves_no_open_transaction_in_the_pool() {
-    let url = new_schema().await;
+    let server = PostgresServer::start(&[]).expect("PostgreSQL");
+    let proxy = Proxy::to(server.port()).expect("a proxy");
+    let url = new_schema_at(&server.url()).await;
+    let [direct, through] = [server.port(), proxy.port()].map(|port| format!(":{port}/"));
     let pool = PgPoolOptions::new().max_connections(1);
-    let pool = pool.connect(&url).await.expect("a pool");
+    let pool = pool.connect(&url.replace(&direct, &through)).await;
+    let pool = pool.expect("a pool");
     let inbox = PostgresInbox::new(pool.clone()).create_tables();
     inbox.preflight().await.expect("the tables");
+    proxy.inject_faults(|request| {
+        let is_begin = request.first() == Some(&b'Q') && contains(request, "BEGIN");
+        match is_begin {
+            true => RequestFault::Delay(SECOND / 4),
+            false => RequestFault::Pass,
+        }
+    });
     let claim = operation("t-0", Ask::Claim, 1, 0, terms(Guarantee::EffectivelyOnce));
-    for micros in (0..3_000).step_by(20) {
-        let begin = inbox.begin(&claim, SECOND);
-        let _ = tokio::time::timeout(Duration::from_micros(micros), begin).await;
-    }
+    let begin = inbox.begin(&claim, SECOND);
+    let dropped = tokio::time::timeout(SECOND / 10, begin).await;
+    assert!(dropped.is_err(), "it began in time");
     pool.execute("CREATE TABLE outside (id int)")
         .await
         .expect("created");
@@ -770,6 +780,54 @@ async fn a_begin_that_is_dropped_leaves_no_open_transaction_in_the_pool() {
         seen.expect("an answer").get::<bool, _>(0),
         "it is not committed"
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_server_ends_a_transaction_whose_process_is_gone() {
+    let pool = pool_at(&new_schema().await).await;
+    let inbox = PostgresInbox::new(pool).create_tables();
+    inbox.preflight().await.expect("the tables");
+    let claim = operation("t-0", Ask::Claim, 1, 0, terms(Guarantee::EffectivelyOnce));
+    let begin = async || inbox.begin(&claim, SECOND / 10).await;
+    let Ok(BeginResult::Transaction(abandoned)) = begin().await else {
+        panic!("it begins");
+    };
+    let copy = async {
+        let mut errors = 0;
+        while !matches!(begin().await, Ok(BeginResult::Transaction(_))) {
+            errors += 1;
+        }
+        errors
+    };
+    let errors = tokio::time::timeout(60 * SECOND, copy).await;
+    let errors = errors.expect("the copy runs");
+    assert!(errors > 0, "the copy kept its connection while it waited");
+    drop(abandoned);
+}
+
+/// A session whose `search_path` was changed finds another table, in which the record is unknown.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_that_finds_another_table_begins_nothing() {
+    let [url, other] = [new_schema().await, new_schema().await];
+    let pool = PgPoolOptions::new().max_connections(1);
+    let pool = pool.connect(&url).await.expect("a pool");
+    let inbox = PostgresInbox::new(pool.clone()).create_tables();
+    inbox.preflight().await.expect("the tables");
+    let elsewhere = pool_at(&other).await;
+    let prepared = PostgresInbox::new(elsewhere.clone()).create_tables();
+    prepared.preflight().await.expect("the tables");
+    let path: String = query("SHOW search_path")
+        .fetch_one(&elsewhere)
+        .await
+        .and_then(|row| row.try_get(0))
+        .expect("a search path");
+    let set = format!("SET search_path TO {path}");
+    pool.execute(sqlx::AssertSqlSafe(set)).await.expect("set");
+    let claim = operation("t-0", Ask::Claim, 1, 0, terms(Guarantee::EffectivelyOnce));
+    let Err(error) = inbox.begin(&claim, SECOND).await else {
+        panic!("it began in another table");
+    };
+    assert!(error.to_string().contains("another table"), "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

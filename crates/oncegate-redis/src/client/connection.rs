@@ -14,7 +14,7 @@ use tokio::sync::Mutex;
 use crate::client::frozen_server::ConsecutiveTimeouts;
 use crate::client::sentinel::Sentinels;
 use crate::client::server::ServerConfig;
-use crate::conditional::ConditionalCommands;
+use crate::conditional::ConditionalSupport;
 use crate::failure::{Problem, StoreFailure};
 
 /// The time limits of one connection.
@@ -41,7 +41,7 @@ pub(crate) struct SharedConnection {
     /// Whether to reconnect before the next command.
     invalidated: AtomicBool,
     /// Of the server of the current connection.
-    pub(crate) conditional: ConditionalCommands,
+    pub(crate) conditional: ConditionalSupport,
     state: Mutex<ConnectionState>,
 }
 
@@ -92,7 +92,7 @@ impl SharedConnection {
             endpoint,
             timeouts,
             invalidated: AtomicBool::new(false),
-            conditional: ConditionalCommands::default(),
+            conditional: ConditionalSupport::default(),
             state: Mutex::default(),
         }
     }

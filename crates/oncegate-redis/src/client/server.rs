@@ -63,6 +63,12 @@ impl ServerConfig {
         ) {
             return Err(insecure());
         }
+        if let Some(parameter) = unknown_parameter(url) {
+            return Err(Problem::new(format!(
+                "{setting}: the URL has an unknown parameter, {parameter:?}; remove it: the database is the number after the slash, and other \
+                 settings have methods of their own"
+            )));
+        }
         let info = Box::new(
             client
                 .get_connection_info()
@@ -255,6 +261,21 @@ impl ServerConfig {
     }
 }
 
+/// The first parameter after the `?` of a URL that the driver ignores.
+fn unknown_parameter(url: &str) -> Option<&str> {
+    let (before, query) = url.split_once('?')?;
+    let known: &[&str] = if before.split(':').next()?.ends_with("unix") {
+        &["db", "user", "pass", "protocol"]
+    } else {
+        &["protocol"]
+    };
+    let query = query.split('#').next()?;
+    query
+        .split('&')
+        .filter_map(|parameter| parameter.split('=').next())
+        .find(|name| !name.is_empty() && !known.contains(name))
+}
+
 /// Whether the error is a TLS alert about a rejected or missing client certificate.
 fn is_client_certificate_alert(error: &str) -> bool {
     let alerts = [
@@ -324,6 +345,28 @@ mod tests {
             ),
             "{text}"
         );
+    }
+
+    /// The driver would ignore them: markers would be in another database than the user expects.
+    #[test]
+    fn unknown_parameters_are_refused() {
+        let parse = |url| ServerConfig::parse(url, "Redis::at").map(|_| ());
+        for (url, name) in [
+            ("redis://host?db=3", "db"),
+            ("redis://host/1?protocol=resp3&timeout=s3cret", "timeout"),
+            ("redis+unix:///redis.sock?db=1&password=s3cret", "password"),
+        ] {
+            let problem = parse(url).expect_err(url).to_string();
+            assert!(problem.contains(&format!("{name:?}")), "{problem}");
+            assert!(!problem.contains("s3cret"), "{problem}");
+        }
+        for url in [
+            "redis://host/3?protocol=resp3",
+            "redis://host?",
+            "redis+unix:///redis.sock?db=1&user=u&pass=p",
+        ] {
+            assert!(parse(url).is_ok(), "{url}");
+        }
     }
 
     #[test]

@@ -631,7 +631,7 @@ fn i9_one_verdict_is_not_enough_for_two_acceptances() {
     let ungated = LedgerBuilder::default()
         .sent("u-1")
         .handled(10, "c0.1", "u-1")
-        .accept(40, "c1.1", "u-1", "passed_without_gate");
+        .accept(40, "c1.1", "u-1", "passed_without_store");
     assert_eq!(
         ungated.violations(&RULES),
         violation_of(Invariant::I9, "u-1")
