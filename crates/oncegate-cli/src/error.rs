@@ -12,7 +12,7 @@ pub(crate) const CODES: &str = "Exit codes:
   0  success
   1  incomplete (also the output, if it cannot be written), or errors were found; warnings of `doctor` alone are 0
   2  invalid command line or configuration
-  3  a server is unreachable or refused the request
+  3  a server is unreachable or refused the request; for `doctor` this is a finding, code 1
   4  nothing was done: this was a preview, --yes applies it
   5  the value of an option is unknown, such as of --reason
   6  this build does not include the broker or store";

@@ -10,7 +10,7 @@ use oncegate_core::marker::{
 };
 use sqlx::postgres::PgConnection;
 
-use crate::statement::{MarkerRow, MarkerStep, MarkerStepResult, Steps};
+use crate::statement::{MarkerStep, MarkerStepResult, SelectedRow, Steps};
 
 /// The answers of a batch as far as they are known, and which operations are in a statement that has no
 /// reply yet.
@@ -187,16 +187,16 @@ fn guess(index: usize, operation: &Operation) -> Attempted {
 fn decide(
     index: usize,
     operation: &Operation,
-    found: MarkerRow,
+    found: SelectedRow,
 ) -> Result<Attempted, Result<Verdict, StoreFailure>> {
     let (marker, age, version) = match found {
-        MarkerRow::Missing => (Marker::Absent, Age::Of(Duration::ZERO), None),
-        MarkerRow::Unreadable => return Err(Err(unreadable(operation.key.as_str()))),
+        SelectedRow::Missing => (Marker::Absent, Age::Of(Duration::ZERO), None),
+        SelectedRow::Unreadable => return Err(Err(unreadable(operation.key.as_str()))),
         // It stays until it is swept or written again.
-        MarkerRow::Row { version, left, .. } if left <= 0 => {
+        SelectedRow::Row { version, left, .. } if left <= 0 => {
             (Marker::Absent, Age::Of(Duration::ZERO), Some(version))
         }
-        MarkerRow::Row { version, left, row } => match row.marker() {
+        SelectedRow::Row { version, left, row } => match row.marker() {
             Ok(marker) => (marker, row.age(left), Some(version)),
             Err(_) => return Err(Err(unreadable(operation.key.as_str()))),
         },

@@ -9,7 +9,7 @@ use sqlx::query::Query;
 use std::time::Duration;
 
 use crate::apply::unreadable;
-use crate::statement::{MarkerRow, decode_row};
+use crate::statement::{SelectedRow, decode_row};
 use crate::store::Postgres;
 
 /// The key, and the columns that [`found`] reads.
@@ -101,7 +101,7 @@ impl Postgres {
     async fn read_rows(
         &self,
         query: Query<'static, sqlx::Postgres, PgArguments>,
-    ) -> Result<Vec<(String, MarkerRow)>, StoreError> {
+    ) -> Result<Vec<(String, SelectedRow)>, StoreError> {
         let read = async |connection: &mut sqlx::PgConnection| {
             let rows = query.fetch_all(connection).await?;
             rows.iter()
@@ -115,15 +115,15 @@ impl Postgres {
     }
 }
 
-fn marker(key: &str, row: MarkerRow) -> Result<MarkerWithExpiry, StoreError> {
+fn marker(key: &str, row: SelectedRow) -> Result<MarkerWithExpiry, StoreError> {
     match row {
-        MarkerRow::Row { left, row, .. } if left > 0 => {
+        SelectedRow::Row { left, row, .. } if left > 0 => {
             let marker = row.marker().map_err(|_| unreadable(key))?;
             let left = Duration::from_millis(left.unsigned_abs());
             Ok(MarkerWithExpiry::new(marker, Some(left)))
         }
-        MarkerRow::Unreadable => Err(unreadable(key).into()),
-        MarkerRow::Row { .. } | MarkerRow::Missing => {
+        SelectedRow::Unreadable => Err(unreadable(key).into()),
+        SelectedRow::Row { .. } | SelectedRow::Missing => {
             Ok(MarkerWithExpiry::new(Marker::Absent, None))
         }
     }

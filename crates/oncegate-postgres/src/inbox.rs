@@ -16,7 +16,7 @@ use sqlx::{Executor, PgPool, Row, Transaction, query};
 use crate::apply::{expires_after, unreadable};
 use crate::failure;
 use crate::preflight;
-use crate::statement::{MarkerRow, decode_row};
+use crate::statement::{SelectedRow, decode_row};
 use crate::store::Postgres;
 
 /// How long a transaction waits for another one with the same record before it gives its connection
@@ -384,15 +384,15 @@ async fn insert(
 }
 
 /// What a row says about a claim.
-fn verdict(claim: &Operation, row: Option<&MarkerRow>) -> Result<Verdict, StoreError> {
+fn verdict(claim: &Operation, row: Option<&SelectedRow>) -> Result<Verdict, StoreError> {
     let key = claim.key.as_str();
     let (marker, age) = match row {
-        Some(MarkerRow::Row { left, row, .. }) if *left > 0 => {
+        Some(SelectedRow::Row { left, row, .. }) if *left > 0 => {
             let marker = row.marker().map_err(|_| unreadable(key))?;
             (marker, row.age(*left))
         }
-        Some(MarkerRow::Unreadable) => return Err(unreadable(key).into()),
-        Some(MarkerRow::Row { .. } | MarkerRow::Missing) | None => {
+        Some(SelectedRow::Unreadable) => return Err(unreadable(key).into()),
+        Some(SelectedRow::Row { .. } | SelectedRow::Missing) | None => {
             (Marker::Absent, Age::Of(Duration::ZERO))
         }
     };

@@ -84,12 +84,12 @@ pub(crate) struct Steps<'a> {
 pub(crate) enum MarkerStepResult {
     Applied,
     /// It was not applied.
-    Found(MarkerRow),
+    Found(SelectedRow),
 }
 
 /// The row of a key.
 #[derive(Clone, Debug)]
-pub(crate) enum MarkerRow {
+pub(crate) enum SelectedRow {
     Missing,
     /// Its token has another length than this release writes.
     Unreadable,
@@ -177,13 +177,13 @@ impl<'a> Steps<'a> {
 }
 
 /// The row in the columns from `first`: version, time left, and those of [`MarkerColumns`].
-pub(crate) fn decode_row(answer: &PgRow, first: usize) -> Result<MarkerRow, sqlx::Error> {
+pub(crate) fn decode_row(answer: &PgRow, first: usize) -> Result<SelectedRow, sqlx::Error> {
     let Some(version) = answer.try_get::<Option<String>, _>(first)? else {
-        return Ok(MarkerRow::Missing);
+        return Ok(SelectedRow::Missing);
     };
     let bytes = answer.try_get::<Option<&[u8]>, _>(first + 8)?;
     let Ok(token) = bytes.map(<[u8; 16]>::try_from).transpose() else {
-        return Ok(MarkerRow::Unreadable);
+        return Ok(SelectedRow::Unreadable);
     };
     let row = MarkerColumns {
         state: answer.try_get(first + 2)?,
@@ -197,7 +197,7 @@ pub(crate) fn decode_row(answer: &PgRow, first: usize) -> Result<MarkerRow, sqlx
         horizon: answer.try_get(first + 10)?,
         guarantee: answer.try_get(first + 11)?,
     };
-    Ok(MarkerRow::Row {
+    Ok(SelectedRow::Row {
         version,
         left: answer.try_get(first + 1)?,
         row,
