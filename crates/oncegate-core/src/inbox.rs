@@ -290,12 +290,17 @@ impl<I: Inbox> InboxStore<I> {
     }
 
     async fn apply_in_memory(&self, operation: &Operation) -> Result<Verdict, StoreError> {
-        let mut operation = operation.clone();
+        let mut in_memory = operation.clone();
         let completes = operation.ask == Ask::Complete;
         if completes {
-            operation.ask = Ask::Withdraw; // the inbox has the record
+            in_memory.ask = Ask::Withdraw; // the inbox has the record
         }
-        let answer = self.claims.apply(&[operation]).await.pop();
+        let answer = self.claims.apply(&[in_memory]).await.pop();
+        // Nothing of a rejected message was committed, so it begins anew if it is sent again.
+        let ends = completes || matches!(operation.ask, Ask::Reject(_));
+        if ends && matches!(answer, Some(Ok(Verdict::Applied))) {
+            self.claims.forget(&operation.key);
+        }
         match answer {
             Some(Ok(_)) if completes => Ok(Verdict::Done { marker_lost: false }),
             Some(answer) => answer,
@@ -319,17 +324,19 @@ impl<I: Inbox> Store for InboxStore<I> {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let is_claim = |operation: &&Operation| operation.ask == Ask::Claim;
         let claims: Vec<Operation> = operations.iter().filter(is_claim).cloned().collect();
-        let looks = !claims.is_empty() || self.is_down.load(Ordering::Relaxed);
-        let found = match looks {
-            true => self.inbox.look_up(&claims).await,
-            false => Ok(Vec::new()),
-        };
-        self.is_down.store(found.is_err(), Ordering::Relaxed);
-        let mut found = match found {
-            Ok(found) => found.into_iter(),
-            // Operations in memory fail, too: an answer would make the store look available.
-            Err(error) => return unanswered(error, operations.len()),
-        };
+        // Renewals need no database: a run whose transaction is open keeps its claim.
+        let only_renews = operations.iter().all(|it| it.ask == Ask::Renew);
+        let looks = !claims.is_empty() || self.is_down.load(Ordering::Relaxed) && !only_renews;
+        let mut found = Vec::new().into_iter();
+        if looks {
+            let records = self.inbox.look_up(&claims).await;
+            self.is_down.store(records.is_err(), Ordering::Relaxed);
+            found = match records {
+                Ok(records) => records.into_iter(),
+                // Operations in memory fail, too: an answer would make the store look available.
+                Err(error) => return unanswered(error, operations.len()),
+            };
+        }
         let mut answers = Vec::with_capacity(operations.len());
         for operation in operations {
             let recorded = is_claim(&operation).then(|| found.next());
@@ -377,4 +384,102 @@ fn unanswered(error: StoreError, operations: usize) -> Vec<Result<Verdict, Store
         })
     };
     std::iter::repeat_with(each).take(operations).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::MessageId;
+    use crate::marker::{Effect, Terms, Token};
+
+    /// Has no records. Answers until it is down.
+    #[derive(Clone, Default)]
+    struct EmptyInbox(Arc<AtomicBool>);
+
+    impl Inbox for EmptyInbox {
+        type Transaction = ();
+
+        fn described(&self) -> String {
+            "nothing".into()
+        }
+
+        fn max_transactions(&self) -> usize {
+            1
+        }
+
+        async fn preflight(&self) -> Result<(), StoreError> {
+            Ok(())
+        }
+
+        async fn persistence(&self) -> Result<Persistence, StoreError> {
+            Ok(Persistence::Durable(String::new()))
+        }
+
+        async fn look_up(
+            &self,
+            claims: &[Operation],
+        ) -> Result<Vec<Result<Verdict, StoreError>>, StoreError> {
+            if self.0.load(Ordering::Relaxed) {
+                return Err(StoreError::NotApplied("it is down".into()));
+            }
+            let granted = |_: &Operation| Ok(Verdict::Granted(crate::marker::Attempts::new(1)));
+            Ok(claims.iter().map(granted).collect())
+        }
+
+        async fn begin(&self, _: &Operation, _: Duration) -> Result<BeginResult<()>, BoxError> {
+            Ok(BeginResult::Transaction(()))
+        }
+
+        async fn commit(&self, (): ()) -> Result<(), CommitError> {
+            Ok(())
+        }
+
+        async fn rollback(&self, (): ()) -> Result<(), CommitError> {
+            Ok(())
+        }
+    }
+
+    fn operation(id: &str, ask: Ask) -> Operation {
+        Operation {
+            key: Scope::none().key(&MessageId::new(id).expect("an id")),
+            token: Token(1),
+            attempt: u32::from(ask != Ask::Claim),
+            ask,
+            terms: Terms {
+                guarantee: Guarantee::EffectivelyOnce,
+                lease: defaults::LEASE,
+                window: defaults::DEDUP_WINDOW,
+                fingerprint: None,
+            },
+        }
+    }
+
+    #[tokio::test]
+    async fn claims_are_renewed_while_the_database_answers_no_lookup() {
+        let inbox = EmptyInbox::default();
+        let store = InboxStore::new(inbox.clone());
+        let apply = async |id, ask| store.apply(&[operation(id, ask)]).await.remove(0);
+        assert!(apply("a", Ask::Claim).await.is_ok());
+        inbox.0.store(true, Ordering::Relaxed);
+        assert!(apply("b", Ask::Claim).await.is_err());
+        let renewed = apply("a", Ask::Renew).await;
+        assert!(matches!(renewed, Ok(Verdict::Applied)), "{renewed:?}");
+        // The store is not available again: completions wait.
+        assert!(apply("a", Ask::Complete).await.is_err());
+        inbox.0.store(false, Ordering::Relaxed);
+        assert!(apply("a", Ask::Complete).await.is_ok());
+        assert!(store.claims.is_empty(), "the inbox has the record");
+    }
+
+    #[tokio::test]
+    async fn a_rejected_message_begins_anew_if_it_is_sent_again() {
+        let store = InboxStore::new(EmptyInbox::default());
+        let apply = async |ask| store.apply(&[operation("a", ask)]).await.remove(0);
+        for _ in 0..2 {
+            assert!(matches!(apply(Ask::Claim).await, Ok(Verdict::Granted(_))));
+            let rejected = apply(Ask::Reject(Effect::Unknown)).await;
+            assert!(matches!(rejected, Ok(Verdict::Applied)), "{rejected:?}");
+            assert!(store.claims.is_empty());
+        }
+    }
 }

@@ -11,7 +11,7 @@ use oncegate_core::marker::{Age, Marker, Operation, Verdict, apply};
 use oncegate_core::store::BoxError;
 use oncegate_core::{Guarantee, Inbox, Persistence, Store, StoreError};
 use sqlx::postgres::PgConnection;
-use sqlx::{Executor, PgPool, Row, Transaction, query};
+use sqlx::{Connection, Executor, PgPool, Row, Transaction, query};
 
 use crate::apply::{expires_after, unreadable};
 use crate::failure;
@@ -158,10 +158,23 @@ impl PostgresTransaction {
     /// The connection, on which everything belongs to the transaction. A savepoint is
     /// `transaction.connection().begin()`.
     ///
+    /// Call it for each statement, and do not drop that `begin()` before it has ended, for example by
+    /// a timeout: sqlx then rolls back the whole transaction, and later statements would be committed
+    /// one by one, without the record of the message.
+    ///
     /// Do not execute `COMMIT` or `ROLLBACK` here: the consumer then finds that its transaction has
     /// ended, and dead-letters the message. Nor `SET`, which would outlast the transaction: use
     /// `SET LOCAL`.
+    ///
+    /// # Panics
+    /// The transaction was rolled back by a `begin()` that failed or was dropped. The message is handled
+    /// again.
     pub fn connection(&mut self) -> &mut PgConnection {
+        assert!(
+            self.inner.is_in_transaction(),
+            "the transaction was rolled back by a begin() of a savepoint that failed or was dropped: return the error of a statement before \
+             the next one, and do not drop begin() before it has ended"
+        );
         &mut self.inner
     }
 }

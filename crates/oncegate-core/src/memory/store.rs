@@ -66,6 +66,19 @@ impl MemoryStore {
         }
     }
 
+    /// Removes the marker of a key.
+    pub(crate) fn forget(&self, key: &Key) {
+        let mut tables = self.0.lock();
+        let key = tables.hasher.hash(key);
+        if let Ok(open) = tables
+            .open
+            .find_entry(key.table_hash(), |open| open.key == key)
+        {
+            open.remove();
+        }
+        tables.done.forget(key);
+    }
+
     /// The number of remembered ids.
     pub fn len(&self) -> usize {
         let tables = self.0.lock();

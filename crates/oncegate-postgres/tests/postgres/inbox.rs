@@ -1,9 +1,10 @@
 //! The inbox: the rows of a handler and the record of its message are committed together.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use oncegate_core::inbox::{BeginResult, InTransaction, InboxStore};
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::marker::Ask;
@@ -910,4 +911,103 @@ async fn markers_survive_a_crash_without_synchronous_commit() {
     assert_eq!(verdicts(&store, &[complete("a")]).await, [DONE]);
     let pool = server.crash().await;
     assert_eq!(records(&pool).await, 1);
+}
+
+/// Panics until it is mended.
+struct PanicsUntilMended {
+    runs: Arc<AtomicUsize>,
+    is_mended: Arc<AtomicBool>,
+}
+
+impl TransactionalHandler<PostgresInbox> for PanicsUntilMended {
+    type Payload = i64;
+
+    async fn handle(
+        &self,
+        _: i64,
+        _: &mut PostgresTransaction,
+        _: &Context,
+    ) -> Result<(), Failure> {
+        self.runs.fetch_add(1, Ordering::SeqCst);
+        assert!(self.is_mended.load(Ordering::SeqCst), "not mended yet");
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_that_is_sent_back_is_handled_by_the_same_process() {
+    let pool = pool_at(&new_schema().await).await;
+    let broker = broker(0..1);
+    let (runs, is_mended) = (Arc::<AtomicUsize>::default(), Arc::default());
+    let handler = PanicsUntilMended {
+        runs: Arc::clone(&runs),
+        is_mended: Arc::clone(&is_mended),
+    };
+    let sent_back = async {
+        broker.drained().await;
+        let dead_letters = broker.dead_letters();
+        let reasons: Vec<Reason> = dead_letters.iter().map(|it| it.reason).collect();
+        assert_eq!(reasons, [Reason::AttemptsSpent]);
+        is_mended.store(true, Ordering::SeqCst);
+        broker.publish(dead_letters[0].message.clone());
+        broker.drained().await;
+    };
+    let consumer = consumer(&broker, &pool, handler);
+    consumer.run_until(sent_back).await.expect("no error");
+    let runs = runs.load(Ordering::SeqCst);
+    assert_eq!(runs, 6, "five attempts, and one after the mend");
+    assert_eq!(broker.dead_letters().len(), 1);
+    assert_eq!(records(&pool).await, 1);
+}
+
+/// Drops the `begin` of a savepoint in its first run, goes on, and then times out or succeeds.
+struct DropsASavepoint {
+    runs: AtomicUsize,
+    times_out: bool,
+}
+
+impl TransactionalHandler<PostgresInbox> for DropsASavepoint {
+    type Payload = i64;
+
+    async fn handle(
+        &self,
+        cents: i64,
+        transaction: &mut PostgresTransaction,
+        cx: &Context,
+    ) -> Result<(), Failure> {
+        let is_first = self.runs.fetch_add(1, Ordering::SeqCst) == 0;
+        if is_first {
+            let savepoint = transaction.connection().begin().now_or_never();
+            assert!(savepoint.is_none(), "it began at once");
+        }
+        query("INSERT INTO ledger (id, cents) VALUES ($1, $2)")
+            .bind(cx.id().to_owned())
+            .bind(cents)
+            .execute(transaction.connection())
+            .await
+            .retry()?;
+        if is_first && self.times_out {
+            std::future::pending().await
+        }
+        Ok(())
+    }
+}
+
+/// sqlx rolls back the whole transaction then; statements after it would be committed one by one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_savepoint_whose_begin_is_dropped_commits_nothing_without_the_record() {
+    for times_out in [false, true] {
+        let pool = pool_at(&new_schema().await).await;
+        let broker = broker(0..1);
+        let handler = DropsASavepoint {
+            runs: AtomicUsize::new(0),
+            times_out,
+        };
+        let consumer = consumer(&broker, &pool, handler).handler_timeout(SECOND);
+        let run = consumer.run_until(broker.drained());
+        run.await.expect("no error");
+        assert_eq!(booked(&pool).await, (1, 1), "times out: {times_out}");
+        assert_eq!(records(&pool).await, 1, "times out: {times_out}");
+        assert!(broker.dead_letters().is_empty(), "times out: {times_out}");
+    }
 }
