@@ -161,14 +161,12 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
         );
     }
     // An unreachable server must not hide other findings.
-    let mut note = |server: &str, result: Result<(), CliError>| {
-        if let Err(failure) = result {
-            unchecked.note(server, failure);
-        }
+    let mut note = |server: &'static str, result: Result<(), CliError>| match result {
+        Ok(()) => checked.push(server),
+        Err(failure) => unchecked.note(server, failure),
     };
     match store {
         Some(StoreKind::Redis) => {
-            checked.push("Redis");
             #[cfg(feature = "redis")]
             note("Redis", store::check(config, &mut findings).await);
             #[cfg(not(feature = "redis"))]
@@ -176,8 +174,8 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
         }
         #[cfg(feature = "sqlite")]
         Some(StoreKind::Sqlite(file)) => {
-            checked.push("SQLite");
             sqlite::check(config, file, &mut findings).await;
+            note("SQLite", Ok(()));
         }
         #[cfg(not(feature = "sqlite"))]
         Some(StoreKind::Sqlite(_)) => {
@@ -205,12 +203,10 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
         match broker {
             #[cfg(feature = "kafka")]
             Broker::Kafka => {
-                checked.push("Kafka");
                 note("Kafka", kafka::check(config, &mut findings).await);
             }
             #[cfg(feature = "rabbitmq")]
             Broker::Rabbitmq => {
-                checked.push("RabbitMQ");
                 note("RabbitMQ", rabbitmq::check(config, &mut findings).await);
             }
             #[allow(unreachable_patterns)]

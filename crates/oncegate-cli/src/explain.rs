@@ -17,7 +17,7 @@ use crate::destination::listing::{QueueAccessArgs, collect_messages};
 use crate::destination::{AuditedStates, kafka};
 use crate::destination::{Broker, DeadLetter, Destination, listing};
 use crate::error::CliError;
-use crate::marker::description::{self, MarkerDescription};
+use crate::marker::description::{self, MarkerDescription, MarkerState};
 use crate::marker_store::MarkerStore;
 use crate::output::{Unchecked, printable};
 use verdict::HandlingVerdict;
@@ -48,7 +48,8 @@ struct Explanation {
     /// Positions of messages with this id in the topic.
     #[serde(skip_serializing_if = "Option::is_none")]
     copies: Option<Vec<String>>,
-    audit: Vec<AuditEntry>,
+    /// Null if the audit could not be read.
+    audit: Option<Vec<AuditEntry>>,
     /// What could not be checked, and why.
     #[serde(rename = "not_checked")]
     unchecked: Unchecked,
@@ -63,6 +64,8 @@ pub(crate) struct Evidence {
     /// Destinations that were not completely checked.
     pub(crate) incomplete: Vec<Destination>,
     pub(crate) actions: Vec<AuditEntry>,
+    /// Whether the actions could be read.
+    pub(crate) has_audit: bool,
     pub(crate) guarantee: Guarantee,
     pub(crate) window: Duration,
     /// The window as text.
@@ -70,6 +73,17 @@ pub(crate) struct Evidence {
 }
 
 impl Evidence {
+    /// Whether a destination or the audit was not completely checked.
+    fn is_incomplete(&self) -> bool {
+        !self.incomplete.is_empty() || !self.has_audit
+    }
+
+    /// Whether the store answered that it has no marker.
+    fn has_no_marker(&self) -> bool {
+        let marker = self.marker.as_ref();
+        marker.is_some_and(|marker| marker.state == MarkerState::Absent)
+    }
+
     fn nothing(context: &CliContext) -> Self {
         Self {
             marker: None,
@@ -78,6 +92,7 @@ impl Evidence {
             copies: None,
             incomplete: Vec::new(),
             actions: Vec::new(),
+            has_audit: false,
             guarantee: context.config.guarantee(),
             window: context.config.window(),
             window_description: config::window_description(&context.config),
@@ -97,7 +112,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
         Err(failure) => unchecked.note("the store", failure),
     }
     match actions(context, &id).await {
-        Ok(actions) => evidence.actions = actions,
+        Ok(actions) => (evidence.actions, evidence.has_audit) = (actions, true),
         Err(failure) => unchecked.note("the audit", failure),
     }
     let filter = MessageFilter::for_id(context, id.as_str(), None)?;
@@ -172,7 +187,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
         in_doubt: summaries_of(Destination::InDoubt, &evidence.in_doubt),
         marker: evidence.marker.clone(),
         copies: evidence.copies.clone(),
-        audit: evidence.actions.clone(),
+        audit: evidence.has_audit.then(|| evidence.actions.clone()),
         unchecked,
     };
     context
@@ -303,10 +318,9 @@ fn to_text(explanation: &Explanation, evidence: &Evidence) -> String {
     );
     section(
         "Actions of operators",
-        if explanation.audit.is_empty() {
-            String::new()
-        } else {
-            audit::table(&explanation.audit).to_string()
+        match explanation.audit.as_deref() {
+            None | Some([]) => String::new(),
+            Some(actions) => audit::table(actions).to_string(),
         },
     );
     text.push_str(&explanation.unchecked.to_text());

@@ -179,7 +179,11 @@ fn main() -> ExitCode {
     let result = runtime.block_on(run(arguments));
     // Waiting for the blocking threads could take as long as the timeout of a connection.
     runtime.shutdown_background();
-    match result.and_then(|()| output::check_printed()) {
+    let result = match (result, output::check_printed()) {
+        (Err(failure), Err(written)) => Err(failure.with(&written.to_string())),
+        (result, written) => result.and(written),
+    };
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => report_failure(format, &failure),
     }

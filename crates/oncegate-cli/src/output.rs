@@ -18,7 +18,11 @@ pub(crate) enum OutputFormat {
 }
 
 impl OutputFormat {
-    /// Prints the JSON or the text on standard output.
+    /// Prints the JSON or the text on standard output. [`check_printed`] reports what could not be
+    /// written, after the failures of the command.
+    ///
+    /// # Errors
+    /// The value cannot be written as JSON.
     pub(crate) fn print(
         self,
         json: &impl Serialize,
@@ -31,7 +35,7 @@ impl OutputFormat {
             })?,
         };
         print_line(&text);
-        check_printed()
+        Ok(())
     }
 
     /// Prints a failure as JSON, unless the command already printed its output: standard output

@@ -352,7 +352,28 @@ fn may_have_effect(evidence: &Evidence, message: &DeadLetter) -> bool {
             || message.reason() == "crashes-spent"
             || by_marker == Some(true)
             // These markers record no effect.
-            || evidence.guarantee == Guarantee::Bare && message.reason() == "attempts-spent")
+            || evidence.guarantee == Guarantee::Bare && message.reason() == "attempts-spent"
+            || evidence.has_no_marker() && may_have_unrecorded_effect(evidence, message))
+}
+
+/// Whether an attempt of a dead letter without a marker may have had an effect: the marker expired,
+/// was lost, or was never written, because the store was unavailable.
+fn may_have_unrecorded_effect(evidence: &Evidence, message: &DeadLetter) -> bool {
+    let attempts = message.header(headers::ATTEMPTS);
+    let is_first = attempts == Some("1");
+    match message.reason() {
+        // A first attempt that the handler refused had no effect, and leaves no marker.
+        "refused" => !is_first,
+        // The same, if that attempt had no effect.
+        "attempts-spent" => {
+            !is_first || redrive_policy::marker_may_have_expired(message, evidence.window)
+        }
+        // It does not say how often the handler ran.
+        "dead-lettered-by-broker" => {
+            redrive_policy::marker_may_have_expired(message, evidence.window)
+        }
+        _ => false,
+    }
 }
 
 fn dead_lettered(
@@ -434,7 +455,18 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         }
         (Some((entry, AuditedAction::SentBack)), MarkerState::Absent | MarkerState::Cleared) => {
             let sent = format!("{} sent it back on {}", entry.who, entry.at);
+            let may_have_effect = evidence
+                .marker
+                .as_ref()
+                .is_some_and(|marker| marker.may_have_effect);
             return match is_known(entry) {
+                true if may_have_effect => (
+                    HandlingVerdict::WillRunAgain,
+                    format!(
+                        "{sent}. It is not recorded as handled since, and an attempt may have had its effect. It will run again if its message \
+                         is still in the broker."
+                    ),
+                ),
                 true => (
                     HandlingVerdict::SentBack,
                     format!("{sent}; it was not handled since."),
@@ -475,10 +507,10 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         _ => {}
     }
     match state {
-        MarkerState::Rejected if !evidence.incomplete.is_empty() => {
+        MarkerState::Rejected if evidence.is_incomplete() => {
             (HandlingVerdict::DeadLettered, "It was not handled: it was rejected. Where its message is now is unknown.".into())
         }
-        MarkerState::Cleared if !evidence.incomplete.is_empty() => (
+        MarkerState::Cleared if evidence.is_incomplete() => (
             HandlingVerdict::Unchecked,
             "Attempts failed, and none is recorded as handled. Whether the message is still in the broker or in a destination is unknown.".into(),
         ),
@@ -519,8 +551,8 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
                 );
                 return (HandlingVerdict::NotRecorded, text);
             }
-            if !evidence.incomplete.is_empty() {
-                let text = format!("{forgotten}The store has no marker for this id; its message may be in a destination.");
+            if evidence.is_incomplete() {
+                let text = format!("{forgotten}The store has no marker for this id; its message may be in a destination, or an operator may have dropped it.");
                 return (HandlingVerdict::Unchecked, text);
             }
             let text = format!(
@@ -561,6 +593,7 @@ mod tests {
             copies: None,
             incomplete: Vec::new(),
             actions: Vec::new(),
+            has_audit: true,
             guarantee: Guarantee::EffectivelyOnce,
             window: Duration::from_secs(86_400),
             window_description: "1 d".into(),
@@ -635,6 +668,44 @@ mod tests {
                 verdict == HandlingVerdict::DeadLettered,
                 "{text}"
             );
+        }
+    }
+
+    #[test]
+    fn without_a_marker_only_a_first_attempt_that_was_refused_had_no_effect() {
+        use HandlingVerdict::{DeadLettered, EffectUnknown};
+        let day = Duration::from_secs(86_400);
+        for (reason, attempts, window, verdict) in [
+            ("refused", "1", day, DeadLettered),
+            ("refused", "1", Duration::ZERO, DeadLettered),
+            ("refused", "2", day, EffectUnknown),
+            ("attempts-spent", "1", day, DeadLettered),
+            ("attempts-spent", "1", Duration::ZERO, EffectUnknown),
+            ("attempts-spent", "5", day, EffectUnknown),
+            ("dead-lettered-by-broker", "", day, DeadLettered),
+            ("dead-lettered-by-broker", "", Duration::ZERO, EffectUnknown),
+            ("unusable-id", "0", Duration::ZERO, DeadLettered),
+        ] {
+            let headers = [(headers::REASON, reason), (headers::ATTEMPTS, attempts)];
+            let mut evidence = evidence(MarkerState::Absent, Destination::DeadLetters, &headers);
+            evidence.window = window;
+            let (found, text) = of(&evidence);
+            assert_eq!(found, verdict, "{reason}, {attempts} attempts: {text}");
+            evidence.guarantee = Guarantee::AtMostOnce;
+            assert_eq!(of(&evidence).0, DeadLettered, "{reason}");
+        }
+    }
+
+    /// Operator actions that could not be read, such as a drop, change the answer.
+    #[test]
+    fn an_id_is_not_unknown_if_the_audit_was_not_read() {
+        for state in [MarkerState::Absent, MarkerState::Cleared] {
+            let mut evidence = evidence(state, Destination::DeadLetters, &[]);
+            evidence.dead_letters.clear();
+            evidence.has_audit = false;
+            assert_eq!(of(&evidence).0, HandlingVerdict::Unchecked, "{state:?}");
+            evidence.has_audit = true;
+            assert_ne!(of(&evidence).0, HandlingVerdict::Unchecked, "{state:?}");
         }
     }
 
