@@ -219,12 +219,25 @@ fn oldest() -> Result<Ran, Error> {
     )?;
     // sqlx needs a newer Rust; that crate has a `rust-version` of its own.
     const NEWER: &str = "oncegate-postgres";
+    const USES_IT: &str = "oncegate-config";
     let libraries = crate::api::LIBRARIES.iter().copied();
-    let others: Vec<&str> = libraries.filter(|name| *name != NEWER).collect();
+    let others: Vec<&str> = libraries
+        .filter(|name| ![NEWER, USES_IT].contains(name))
+        .collect();
     let mut not_installed = Vec::new();
-    for (manifest, packages) in [
-        ("Cargo.toml", others),
-        ("crates/oncegate-postgres/Cargo.toml", vec![NEWER]),
+    let all = "--all-features";
+    for (manifest, packages, features) in [
+        ("Cargo.toml", others, all),
+        (
+            "Cargo.toml",
+            vec![USES_IT],
+            "--features=kafka,rabbitmq,redis,sqlite,otlp",
+        ),
+        (
+            "crates/oncegate-postgres/Cargo.toml",
+            vec![NEWER, USES_IT],
+            all,
+        ),
     ] {
         let path = root().join(manifest);
         let text = std::fs::read_to_string(&path).map_err(|source| Error::File { path, source })?;
@@ -244,7 +257,7 @@ fn oldest() -> Result<Ran, Error> {
         check
             .current_dir(&workspace)
             .env("CARGO_TARGET_DIR", directory.join("target"))
-            .args(["check", "--quiet", "--lib", "--all-features"])
+            .args(["check", "--quiet", "--lib", features])
             .args(packages.iter().flat_map(|name| ["-p", name]));
         call(&mut check)?;
     }

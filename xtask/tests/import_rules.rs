@@ -28,8 +28,14 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         ],
     ),
     ("oncegate-admin", &["oncegate"]),
-    ("oncegate-config", &["oncegate", "oncegate-admin"]),
-    ("oncegate-cli", &["oncegate", "oncegate-config"]),
+    (
+        "oncegate-config",
+        &["oncegate", "oncegate-admin", "oncegate-postgres"],
+    ),
+    (
+        "oncegate-cli",
+        &["oncegate", "oncegate-config", "oncegate-postgres"],
+    ),
     (
         "payments",
         &[

@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 
-use cargo_metadata::{Metadata, MetadataCommand, PackageId};
+use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, NodeDep, PackageId};
 
 #[test]
 fn no_dependency_needs_a_newer_rust_than_its_package_promises() {
@@ -25,7 +25,7 @@ fn no_dependency_needs_a_newer_rust_than_its_package_promises() {
     assert_eq!(newer, Vec::<String>::new());
 }
 
-/// A package and all that it depends on.
+/// A package and all that it depends on, except for its tests.
 fn needed_by<'a>(metadata: &'a Metadata, package: &'a PackageId) -> HashSet<&'a PackageId> {
     let resolve = metadata
         .resolve
@@ -34,8 +34,14 @@ fn needed_by<'a>(metadata: &'a Metadata, package: &'a PackageId) -> HashSet<&'a 
     let (mut found, mut left) = (HashSet::new(), vec![package]);
     while let Some(id) = left.pop() {
         if found.insert(id) {
-            left.extend(&resolve[id].dependencies);
+            let needed = resolve[id].deps.iter().filter(|it| !is_for_tests(it));
+            left.extend(needed.map(|it| &it.pkg));
         }
     }
     found
+}
+
+fn is_for_tests(dependency: &NodeDep) -> bool {
+    let mut kinds = dependency.dep_kinds.iter();
+    kinds.all(|it| it.kind == DependencyKind::Development)
 }

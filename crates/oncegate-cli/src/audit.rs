@@ -14,6 +14,8 @@ use oncegate::MessageId;
 #[cfg(feature = "redis")]
 use oncegate::Redis;
 use oncegate::marker::Token;
+#[cfg(feature = "postgres")]
+use oncegate_postgres::Postgres;
 
 use crate::CliContext;
 use crate::error::{CliError, CliErrorCode};
@@ -28,7 +30,9 @@ pub(crate) use entry::{
 enum AuditStorage {
     File(PathBuf),
     #[cfg(feature = "redis")]
-    Store(Redis),
+    Redis(Redis),
+    #[cfg(feature = "postgres")]
+    Postgres(Postgres),
 }
 
 /// Reads and writes the audit.
@@ -53,7 +57,9 @@ impl Audit {
             }
             (None, _) => match MarkerStore::of(config)? {
                 #[cfg(feature = "redis")]
-                MarkerStore::Redis(redis) => AuditStorage::Store(redis),
+                MarkerStore::Redis(redis) => AuditStorage::Redis(redis),
+                #[cfg(feature = "postgres")]
+                MarkerStore::Postgres(postgres) => AuditStorage::Postgres(postgres),
                 // SQLite is handled above.
                 #[allow(unreachable_patterns)]
                 _ => {
@@ -217,7 +223,12 @@ impl Audit {
         let line = serde_json::to_string(entry).map_err(|error| error.to_string())?;
         match &self.storage {
             #[cfg(feature = "redis")]
-            AuditStorage::Store(redis) => redis
+            AuditStorage::Redis(redis) => redis
+                .write_audit(&line)
+                .await
+                .map_err(|error| error.to_string()),
+            #[cfg(feature = "postgres")]
+            AuditStorage::Postgres(postgres) => postgres
                 .write_audit(&line)
                 .await
                 .map_err(|error| error.to_string()),
@@ -260,7 +271,11 @@ impl Audit {
     async fn read(&self) -> Result<(Vec<AuditEntry>, usize), CliError> {
         let text = match &self.storage {
             #[cfg(feature = "redis")]
-            AuditStorage::Store(redis) => redis.read_audit().await?.join("\n").into_bytes(),
+            AuditStorage::Redis(redis) => redis.read_audit().await?.join("\n").into_bytes(),
+            #[cfg(feature = "postgres")]
+            AuditStorage::Postgres(postgres) => {
+                postgres.read_audit().await?.join("\n").into_bytes()
+            }
             AuditStorage::File(path) => match std::fs::read(path) {
                 Ok(text) => text,
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),

@@ -3,6 +3,8 @@
 mod codes;
 #[cfg(feature = "kafka")]
 mod kafka;
+#[cfg(feature = "postgres")]
+mod postgres;
 #[cfg(feature = "rabbitmq")]
 mod rabbitmq;
 mod settings;
@@ -181,6 +183,15 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
         Some(StoreKind::Sqlite(_)) => {
             note("SQLite", Err(CliError::feature_missing("SQLite", "sqlite")))
         }
+        #[cfg(feature = "postgres")]
+        Some(StoreKind::Postgres) => {
+            note("PostgreSQL", postgres::check(config, &mut findings).await)
+        }
+        #[cfg(not(feature = "postgres"))]
+        Some(StoreKind::Postgres) => note(
+            "PostgreSQL",
+            Err(CliError::feature_missing("PostgreSQL", "postgres")),
+        ),
         Some(StoreKind::Memory) => {
             let what = "it is the memory of the consumer process: its markers are lost when that process ends";
             let remedy = "outside of tests, set store.url to Redis or an SQLite file";

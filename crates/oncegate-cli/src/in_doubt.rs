@@ -109,6 +109,7 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
         store: match context.config.store_kind()? {
             Some(StoreKind::Redis) => "Redis",
             Some(StoreKind::Sqlite(_)) => "the SQLite file",
+            Some(StoreKind::Postgres) => "PostgreSQL",
             _ => "the store",
         },
         no_message: if has_broker {

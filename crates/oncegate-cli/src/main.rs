@@ -24,6 +24,7 @@ mod marker_store;
 mod output;
 mod plan;
 mod show_config;
+mod store;
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -94,6 +95,9 @@ enum CliCommand {
     Audit(audit::AuditArgs),
     /// Estimate the memory, servers and connections that Redis needs for a load
     Plan(plan::PlanArgs),
+    /// Prepare the store
+    #[command(subcommand)]
+    Store(store::StoreCommand),
     /// Check and print the configuration
     #[command(subcommand)]
     Config(show_config::ConfigCommand),
@@ -217,6 +221,7 @@ async fn run(arguments: CliArgs) -> Result<(), CliError> {
         CliCommand::InDoubt(command) => in_doubt::run(&context, command).await,
         CliCommand::Doctor(arguments) => doctor::run(&context, arguments).await,
         CliCommand::Audit(command) => audit::run(&context, command).await,
+        CliCommand::Store(command) => store::run(&context, command).await,
         CliCommand::Config(command) => show_config::run(&context, command),
     }
 }

@@ -12,6 +12,8 @@ use oncegate::{Key, Store, StoreError};
 #[cfg(feature = "sqlite")]
 use oncegate::{Sqlite, sqlite::SqliteBrowse};
 use oncegate_config::StoreKind;
+#[cfg(feature = "postgres")]
+use oncegate_postgres::{Postgres, PostgresBrowse};
 
 use crate::config::Config;
 use crate::error::CliError;
@@ -31,6 +33,8 @@ pub(crate) enum MarkerStore {
     Redis(Redis),
     #[cfg(feature = "sqlite")]
     Sqlite(Sqlite),
+    #[cfg(feature = "postgres")]
+    Postgres(Postgres),
     /// For builds with neither.
     #[allow(dead_code)]
     None(Infallible),
@@ -42,6 +46,8 @@ pub(crate) enum MarkerPages {
     Redis(oncegate::redis::Browse),
     #[cfg(feature = "sqlite")]
     Sqlite(SqliteBrowse),
+    #[cfg(feature = "postgres")]
+    Postgres(PostgresBrowse),
     /// For builds with neither.
     #[allow(dead_code)]
     None(Infallible),
@@ -79,6 +85,10 @@ impl MarkerStore {
             )),
             #[cfg(not(feature = "sqlite"))]
             Some(StoreKind::Sqlite(_)) => Err(CliError::feature_missing("SQLite", "sqlite")),
+            #[cfg(feature = "postgres")]
+            Some(StoreKind::Postgres) => Ok(Self::Postgres(config.postgres(Some(REPLY_TIMEOUT))?)),
+            #[cfg(not(feature = "postgres"))]
+            Some(StoreKind::Postgres) => Err(CliError::feature_missing("PostgreSQL", "postgres")),
             #[cfg(feature = "redis")]
             Some(StoreKind::Redis) | None => Ok(Self::Redis(config.redis(Some(REPLY_TIMEOUT))?)),
             #[cfg(not(feature = "redis"))]
@@ -141,6 +151,11 @@ impl MarkerStore {
                     return Ok(Ok(MarkerWithExpiry::new(marker, expires_in)));
                 }
             },
+            #[cfg(feature = "postgres")]
+            Self::Postgres(postgres) => match postgres.look_with_expiry(key).await {
+                Err(error @ StoreError::UnreadableMarker(_)) => (error, None),
+                looked => return Ok(Ok(looked?)),
+            },
             Self::None(never) => match *never {},
         };
         Ok(Err(value.unwrap_or_else(|| {
@@ -154,6 +169,8 @@ impl MarkerStore {
             Self::Redis(redis) => MarkerPages::Redis(redis.browse(page).await?),
             #[cfg(feature = "sqlite")]
             Self::Sqlite(sqlite) => MarkerPages::Sqlite(sqlite.browse(page)),
+            #[cfg(feature = "postgres")]
+            Self::Postgres(postgres) => MarkerPages::Postgres(postgres.browse(page)),
             Self::None(never) => match *never {},
         })
     }
@@ -165,6 +182,8 @@ impl MarkerStore {
             Self::Redis(redis) => redis.apply(&[operation]).await,
             #[cfg(feature = "sqlite")]
             Self::Sqlite(sqlite) => sqlite.apply(&[operation]).await,
+            #[cfg(feature = "postgres")]
+            Self::Postgres(postgres) => postgres.apply(&[operation]).await,
             Self::None(never) => match *never {},
         };
         Ok(answers
@@ -189,6 +208,8 @@ impl MarkerPages {
                 });
                 listed.collect()
             }),
+            #[cfg(feature = "postgres")]
+            Self::Postgres(browse) => browse.next().await?,
             Self::None(never) => match *never {},
         })
     }

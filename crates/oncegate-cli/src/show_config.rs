@@ -116,6 +116,9 @@ fn missing_store_feature(context: &CliContext) -> Result<Option<CliError>, CliEr
         Some(StoreKind::Sqlite(_)) if cfg!(not(feature = "sqlite")) => {
             Some(CliError::feature_missing("SQLite", "sqlite"))
         }
+        Some(StoreKind::Postgres) if cfg!(not(feature = "postgres")) => {
+            Some(CliError::feature_missing("PostgreSQL", "postgres"))
+        }
         _ => None,
     })
 }

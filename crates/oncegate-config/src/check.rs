@@ -114,7 +114,8 @@ impl Config {
                 )));
             }
         }
-        if let Some(StoreKind::Sqlite(_) | StoreKind::Memory) = self.store_kind()?
+        if let Some(StoreKind::Sqlite(_) | StoreKind::Postgres | StoreKind::Memory) =
+            self.store_kind()?
             && let Some(key) = REDIS_ONLY.into_iter().find(|key| self.has(key))
         {
             return Err(Error::misconfigured(format!(
@@ -191,6 +192,11 @@ impl Config {
         #[cfg(feature = "redis")]
         if store == StoreKind::Redis {
             let checked = self.redis(None)?.check();
+            checked.map_err(|error| self.explain(error.into()))?;
+        }
+        #[cfg(feature = "postgres")]
+        if store == StoreKind::Postgres {
+            let checked = self.postgres(None)?.check();
             checked.map_err(|error| self.explain(error.into()))?;
         }
         crate::log_filter::parse(self.text("log.filter")).map(drop)

@@ -173,7 +173,13 @@ fn with_source_keys(text: &str) -> String {
 
 /// The text of an error of a store, with configuration keys instead of builder methods.
 pub fn with_store_keys(text: &str) -> String {
-    const KEYS: [(&str, &str); 13] = [
+    const KEYS: [(&str, &str); 16] = [
+        (
+            "Postgres::create_tables or Postgres::migrate",
+            "`oncegate store migrate`",
+        ),
+        ("Postgres::url", "store.url"),
+        ("Postgres::timeout", "store.timeout"),
         (
             "client_certificate(certificate, key)",
             "store.client-certificate",

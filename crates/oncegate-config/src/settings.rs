@@ -117,7 +117,7 @@ pub const SETTINGS: &[Setting] = &[
         "store.url",
         ValueKind::Text,
         Redaction::Password,
-        "the store: redis://[user[:password]@]host[:port][/database], rediss://, sqlite:FILE, or memory: for a test",
+        "the store: redis://[user[:password]@]host[:port][/database], rediss://, postgres://[user[:password]@]host[:port]/database, sqlite:FILE, or memory: for a test",
     ),
     redacted(
         "store.sentinels",
@@ -142,7 +142,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     time(
         "store.timeout",
-        "how long a reply may take; for a consumer 500ms with Redis and 2s with SQLite, for an operator 5s by default",
+        "how long a reply may take; 5s for an operator; for a consumer 500ms with Redis and 2s with another store",
     ),
     number(
         "store.replicas",

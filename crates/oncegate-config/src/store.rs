@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-#[cfg(feature = "redis")]
+#[cfg(any(feature = "redis", feature = "postgres"))]
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -10,6 +10,8 @@ use oncegate::marker::{Guarantee, Operation, Verdict};
 #[cfg(feature = "redis")]
 use oncegate::{Durability, Redis};
 use oncegate::{MemoryStore, Persistence, Scope, Store, StoreError};
+#[cfg(feature = "postgres")]
+use oncegate_postgres::Postgres;
 
 use crate::config::Config;
 use crate::error::Error;
@@ -21,6 +23,8 @@ pub enum StoreKind<'a> {
     Redis,
     /// An SQLite file.
     Sqlite(&'a Path),
+    /// A PostgreSQL database.
+    Postgres,
     /// The memory of the consumer process.
     Memory,
 }
@@ -69,7 +73,7 @@ impl Store for AnyStore {
 }
 
 /// The error for a store that this build does not include.
-#[cfg(not(all(feature = "redis", feature = "sqlite")))]
+#[cfg(not(all(feature = "redis", feature = "sqlite", feature = "postgres")))]
 fn feature_missing(what: &str, feature: &str) -> Error {
     Error::misconfigured(format!(
         "store.url: this program was built without {what}; add the feature `{feature}` of oncegate-config, or configure another store"
@@ -104,11 +108,12 @@ impl Config {
                 }
                 Ok(Some(StoreKind::Sqlite(Path::new(file))))
             }
-            // The Redis client checks its URLs itself. Only a scheme may be shown: other text may
+            // The clients check their URLs themselves. Only a scheme may be shown: other text may
             // contain a secret.
             ("redis" | "rediss" | "redis+unix", _) => Ok(Some(StoreKind::Redis)),
+            ("postgres" | "postgresql", _) => Ok(Some(StoreKind::Postgres)),
             _ => Err(Error::misconfigured(
-                "store.url is not valid; write redis://HOST:PORT, rediss://HOST:PORT, sqlite:FILE or memory:",
+                "store.url is not valid; write redis://HOST:PORT, rediss://HOST:PORT, postgres://HOST/DATABASE, sqlite:FILE or memory:",
             )),
         }
     }
@@ -142,7 +147,32 @@ impl Config {
             }
             #[cfg(not(feature = "sqlite"))]
             StoreKind::Sqlite(_) => Err(feature_missing("SQLite", "sqlite")),
+            #[cfg(feature = "postgres")]
+            StoreKind::Postgres => Ok(AnyStore::of(self.postgres(None)?)),
+            #[cfg(not(feature = "postgres"))]
+            StoreKind::Postgres => Err(feature_missing("PostgreSQL", "postgres")),
         }
+    }
+
+    /// Creates the PostgreSQL store. Without `store.timeout` the timeout is `default_timeout`, or that
+    /// of the store.
+    ///
+    /// # Errors
+    /// Another store is configured, or none.
+    #[cfg(feature = "postgres")]
+    pub fn postgres(&self, default_timeout: Option<Duration>) -> Result<Postgres, Error> {
+        self.check_store()?;
+        let url = match (self.text("store.url"), self.store_kind()?) {
+            (Some(url), Some(StoreKind::Postgres)) => url,
+            _ => {
+                return Err(Error::misconfigured("store.url does not name PostgreSQL"));
+            }
+        };
+        let postgres = Postgres::url(url);
+        Ok(match self.time("store.timeout").or(default_timeout) {
+            Some(timeout) => postgres.timeout(timeout),
+            None => postgres,
+        })
     }
 
     /// Creates the Redis store. Without `store.timeout` the timeout is `default_timeout`, or that

@@ -113,7 +113,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     broker.publish(Message::new("doubt").with_header("id", "pay-2"));
     broker.publish(Message::new("panic").with_header("id", "pay-4"));
     consume(Scripted, &broker, &store, Guarantee::AtMostOnce).await;
-    (0..100).for_each(|_| broker.publish(Message::new("without an id")));
+    (0..150).for_each(|_| broker.publish(Message::new("without an id")));
     consume(Scripted, &broker, &store, Guarantee::EffectivelyOnce).await;
     broker.publish(Message::new("doubt").with_header("id", "pay-5"));
     consume(Reconciling, &broker, &store, Guarantee::AtMostOnce).await;
@@ -274,9 +274,12 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     let rejected = lines("WARN", "message rejected, sending it to the dead letters");
     assert_eq!(
         rejected.len(),
-        10,
-        "of 100, the throttle allows 10: {rejected:#?}"
+        100,
+        "of 150, the throttle allows 100: {rejected:#?}"
     );
+    let not_logged = lines("WARN", "more messages rejected than logged");
+    assert_eq!(not_logged.len(), 1, "{not_logged:#?}");
+    has(not_logged[0], &["suppressed_lines=50"]);
     let missing = r#"error="no id in the header `id`, or an empty one""#;
     has(
         rejected[0],

@@ -9,10 +9,11 @@ use sqlx::query::Query;
 use std::time::Duration;
 
 use crate::apply::unreadable;
+use crate::failure::StatementStage;
 use crate::statement::{SelectedRow, decode_row};
 use crate::store::Postgres;
 
-/// The key, and the columns that [`found`] reads.
+/// The key, and the columns that [`decode_row`] reads.
 macro_rules! select {
     ($rest:literal) => {
         concat!(
@@ -95,6 +96,33 @@ impl Postgres {
             page: i64::try_from(page.max(1)).unwrap_or(i64::MAX),
             after: Some(String::new()),
         }
+    }
+
+    /// Appends a line to the audit log, the table `oncegate_audit`, from which nothing is deleted.
+    ///
+    /// # Errors
+    /// [`StoreError::Unknown`] if the line may have been written; otherwise as for
+    /// [`Store::apply`](oncegate_core::Store::apply).
+    pub async fn write_audit(&self, line: &str) -> Result<(), StoreError> {
+        let insert = sqlx::query("INSERT INTO oncegate_audit (entry) VALUES ($1)").bind(line);
+        let write = async |connection: &mut sqlx::PgConnection| insert.execute(connection).await;
+        let (timeout, stage) = (self.timeout_setting(), StatementStage::Executing);
+        let written = self.connections().request(timeout, stage, write).await;
+        Ok(written.map(drop)?)
+    }
+
+    /// All lines of the audit log, oldest first.
+    ///
+    /// # Errors
+    /// As for [`Store::apply`](oncegate_core::Store::apply).
+    pub async fn read_audit(&self) -> Result<Vec<String>, StoreError> {
+        let read = async |connection: &mut sqlx::PgConnection| {
+            sqlx::query_scalar("SELECT entry FROM oncegate_audit ORDER BY number")
+                .fetch_all(connection)
+                .await
+        };
+        let lines = self.connections().read(self.timeout_setting(), read);
+        Ok(lines.await?)
     }
 
     /// The rows that a query selects, with their keys.

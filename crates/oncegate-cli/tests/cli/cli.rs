@@ -5,8 +5,10 @@ use std::process::Command;
 
 use oncegate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
 use oncegate::{MessageId, Redis, Scope, Sqlite, Store};
+use oncegate_postgres::Postgres;
 use oncegate_testkit::operations::SECOND;
 use serde_json::Value;
+use sqlx::{Connection, Executor};
 
 /// The exit code and output of the program.
 #[derive(Debug)]
@@ -44,8 +46,14 @@ pub(crate) struct TestCli {
     /// Unique for each test.
     pub(crate) name: String,
     pub(crate) redis: String,
-    /// The store, if it is not Redis.
-    sqlite: Option<PathBuf>,
+    database: Option<TestDatabase>,
+}
+
+/// The store, if it is not Redis.
+enum TestDatabase {
+    Sqlite(PathBuf),
+    /// The URL.
+    Postgres(String),
 }
 
 impl TestCli {
@@ -59,7 +67,7 @@ impl TestCli {
             directory: tempfile::tempdir().expect("a directory"),
             name: format!("cli-{:032x}", Token::random().0),
             redis: redis.to_owned(),
-            sqlite: None,
+            database: None,
         };
         cli.configure("");
         cli
@@ -69,12 +77,32 @@ impl TestCli {
     /// files may be in memory.
     pub(crate) fn on_sqlite() -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-        let sqlite = Some(directory.path().join("markers.db"));
+        let database = TestDatabase::Sqlite(directory.path().join("markers.db"));
+        Self::on(directory, database)
+    }
+
+    /// On a new schema of the shared PostgreSQL, without tables.
+    pub(crate) async fn on_postgres() -> Self {
+        let url = oncegate_testkit::postgres_url().expect("ONCEGATE_POSTGRES is set");
+        let schema = format!("cli_{:032x}", Token::random().0);
+        let url = format!("{url}?options[search_path]={schema}");
+        let connection = sqlx::PgConnection::connect(&url).await;
+        let create = format!("CREATE SCHEMA {schema}");
+        connection
+            .expect("PostgreSQL")
+            .execute(sqlx::AssertSqlSafe(create))
+            .await
+            .expect("a schema");
+        let directory = tempfile::tempdir().expect("a directory");
+        Self::on(directory, TestDatabase::Postgres(url))
+    }
+
+    fn on(directory: tempfile::TempDir, database: TestDatabase) -> Self {
         let cli = Self {
             directory,
             name: format!("cli-{:032x}", Token::random().0),
             redis: String::new(),
-            sqlite,
+            database: Some(database),
         };
         cli.configure("");
         cli
@@ -86,8 +114,9 @@ impl TestCli {
 
     /// Writes the configuration: the store and more sections.
     pub(crate) fn configure(&self, more: &str) {
-        let store = match &self.sqlite {
-            Some(file) => format!("url = \"sqlite:{}\"\n", file.display()),
+        let store = match &self.database {
+            Some(TestDatabase::Sqlite(file)) => format!("url = \"sqlite:{}\"\n", file.display()),
+            Some(TestDatabase::Postgres(url)) => format!("url = \"{url}\"\n"),
             None => format!("url = \"{}\"\nprefix = \"{}\"\n", self.redis, self.prefix()),
         };
         self.write("oncegate.toml", &format!("[store]\n{store}{more}"));
@@ -127,9 +156,18 @@ impl TestCli {
 
     /// The SQLite store as a consumer uses it.
     pub(crate) fn sqlite(&self) -> Option<Sqlite> {
-        self.sqlite
-            .as_ref()
-            .map(|file| Sqlite::file(file).timeout(30 * SECOND))
+        match &self.database {
+            Some(TestDatabase::Sqlite(file)) => Some(Sqlite::file(file).timeout(30 * SECOND)),
+            _ => None,
+        }
+    }
+
+    /// The PostgreSQL store as a consumer uses it.
+    pub(crate) fn postgres(&self) -> Option<Postgres> {
+        match &self.database {
+            Some(TestDatabase::Postgres(url)) => Some(Postgres::url(url).timeout(30 * SECOND)),
+            _ => None,
+        }
     }
 
     /// Applies an operation as a consumer does.
@@ -149,9 +187,10 @@ impl TestCli {
             attempt,
             terms,
         };
-        let mut answers = match self.sqlite() {
-            Some(sqlite) => sqlite.apply(&[operation]).await,
-            None => self.store().apply(&[operation]).await,
+        let mut answers = match (self.sqlite(), self.postgres()) {
+            (Some(sqlite), _) => sqlite.apply(&[operation]).await,
+            (None, Some(postgres)) => postgres.apply(&[operation]).await,
+            (None, None) => self.store().apply(&[operation]).await,
         };
         answers.pop().expect("an answer").expect("a verdict")
     }

@@ -325,9 +325,10 @@ impl BrokerFixture {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
-        match self.cli.sqlite() {
-            Some(sqlite) => self.consume_through(sqlite, provider, until).await,
-            None => {
+        match (self.cli.sqlite(), self.cli.postgres()) {
+            (Some(sqlite), _) => self.consume_through(sqlite, provider, until).await,
+            (None, Some(postgres)) => self.consume_through(postgres, provider, until).await,
+            (None, None) => {
                 self.consume_through(self.cli.store().allow_volatile_store(), provider, until)
                     .await
             }

@@ -14,6 +14,7 @@ mod forged_headers;
 mod interrupted;
 mod json_shapes;
 mod markers;
+mod postgres;
 mod redrive;
 mod redrive_load;
 mod sqlite;

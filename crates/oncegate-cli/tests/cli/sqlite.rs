@@ -22,8 +22,12 @@ fn keys(listed: &Value) -> Vec<String> {
 
 #[tokio::test]
 async fn markers_are_shown_and_listed_as_on_redis() {
-    let cli = TestCli::on_sqlite();
-    write_one_marker_per_state(&cli).await;
+    assert_markers_are_shown_and_listed(&TestCli::on_sqlite()).await;
+}
+
+/// Also for PostgreSQL.
+pub(crate) async fn assert_markers_are_shown_and_listed(cli: &TestCli) {
+    write_one_marker_per_state(cli).await;
     for (id, state, words) in MARKER_STATES {
         let shown = cli.json(&["marker", "show", id]);
         assert_eq!(shown["state"], state, "{shown}");
@@ -237,7 +241,12 @@ async fn an_in_doubt_id_of_a_gate_is_resolved_without_a_broker() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn explain_and_resolve_work_with_a_consumer_on_sqlite() {
-    let fixture = Arc::new(BrokerFixture::at(TestCli::on_sqlite(), Broker::RabbitMq).await);
+    assert_explain_and_resolve_work(TestCli::on_sqlite()).await;
+}
+
+/// Also for PostgreSQL.
+pub(crate) async fn assert_explain_and_resolve_work(cli: TestCli) {
+    let fixture = Arc::new(BrokerFixture::at(cli, Broker::RabbitMq).await);
     fixture
         .publish(&[
             ("charged", "works"),

@@ -185,7 +185,7 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
     let explanation = cli.json(&["explain", "x"]);
     assert_eq!(
         (&explanation["verdict"], &explanation["not_checked"]),
-        (&"dead-lettered".into(), &serde_json::json!([])),
+        (&"effect-unknown".into(), &serde_json::json!([])),
         "{explanation}"
     );
     let (message, last) = (
