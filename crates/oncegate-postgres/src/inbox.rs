@@ -11,7 +11,7 @@ use oncegate_core::marker::{Age, Marker, Operation, Verdict, apply};
 use oncegate_core::store::BoxError;
 use oncegate_core::{Guarantee, Inbox, Persistence, Store, StoreError};
 use sqlx::postgres::PgConnection;
-use sqlx::{Connection, Executor, PgPool, Row, Transaction, query};
+use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, Row, Transaction, query};
 
 use crate::apply::{expires_after, unreadable};
 use crate::failure;
@@ -43,14 +43,28 @@ ON CONFLICT (key) DO UPDATE SET expires = excluded.expires, state = 0, fingerpri
 WHERE m.expires <= excluded.expires - $2 OR $4
 RETURNING pg_current_xact_id()::text, m.tableoid::int8, set_config('lock_timeout', current_setting('oncegate.lock_timeout'), true)";
 
-/// Returns the id of the current transaction, or an error if a statement of it has failed. Sets
-/// `synchronous_commit` to `on` if it is `off`, so that the commit survives a crash of the server.
-const CHECK_AND_SYNC: &str = "SELECT pg_current_xact_id_if_assigned()::text,
-    set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), true)";
+/// Returns the id of the current transaction, or an error if a statement of it has failed.
+const CURRENT: &str = "SELECT pg_current_xact_id_if_assigned()::text";
 
-/// Whether a transaction, which has ended, committed the record of a key.
-const COMMITTED: &str =
-    "SELECT xmin::text = $2::xid8::xid::text FROM oncegate_markers WHERE key = $1";
+/// A parameter that does not exist: the error that names it says that the current transaction is
+/// another one.
+const ENDED_BY_HANDLER: &str = "oncegate.transaction_ended_by_handler";
+
+/// Commits the transaction with this id, in one request: PostgreSQL executes no statement after one
+/// that failed. Sets `synchronous_commit` to `on` if it is `off`, so that the commit survives a crash of
+/// the server. Begins an empty transaction, for the ROLLBACK that sqlx sends with the connection's return
+/// to the pool.
+fn commit_statements(id: &str) -> AssertSqlSafe<String> {
+    AssertSqlSafe(format!(
+        "SELECT set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), true),
+            CASE WHEN pg_current_xact_id_if_assigned()::text = '{id}' THEN '' ELSE current_setting('{ENDED_BY_HANDLER}') END;
+        COMMIT AND CHAIN"
+    ))
+}
+
+/// Whether a transaction committed the record of a key, and its state.
+const STATUS: &str = "
+SELECT EXISTS (SELECT FROM oncegate_markers WHERE key = $1 AND xmin::text = $2::xid8::xid::text), pg_xact_status($2::xid8)";
 
 /// The rows of some keys.
 const LOOK_UP: &str = "
@@ -270,33 +284,36 @@ impl Inbox for PostgresInbox {
     }
 
     async fn commit(&self, mut transaction: PostgresTransaction) -> Result<(), CommitError> {
-        // PostgreSQL answers the COMMIT of a transaction in which a statement failed without an
-        // error, and rolls it back. This finds that out, too.
-        match transaction.state().await {
-            TransactionState::Current => {}
-            TransactionState::Failed => {
-                self.roll_back_and_check(transaction).await?;
-                return Err(CommitError::RolledBack(
-                    "a statement of the handler failed, and the handler returned Ok: return its error, or use a savepoint".into(),
-                ));
-            }
-            TransactionState::Other => return Err(transaction.ended_by_handler().await),
-            // The COMMIT was not sent.
-            TransactionState::Lost(error) => return Err(CommitError::RolledBack(error.into())),
+        let commit = commit_statements(&transaction.id);
+        let Err(error) = transaction.inner.execute(commit).await else {
+            return Ok(());
+        };
+        // PostgreSQL alone would answer the COMMIT of a transaction in which a statement failed without
+        // an error, and roll it back.
+        if is_aborted(&error) {
+            self.roll_back_and_check(transaction).await?;
+            return Err(CommitError::RolledBack(
+                "a statement of the handler failed, and the handler returned Ok: return its error, or use a savepoint".into(),
+            ));
         }
-        transaction.inner.commit().await.map_err(|error| {
-            if failure::was_rolled_back(&error) {
-                CommitError::RolledBack(error.into())
-            } else {
-                CommitError::Unknown(error.into())
-            }
-        })
+        if error.to_string().contains(ENDED_BY_HANDLER) {
+            return Err(transaction.ended_by_handler().await);
+        }
+        if failure::was_rolled_back(&error) {
+            return Err(CommitError::RolledBack(error.into()));
+        }
+        // The connection is lost, perhaps since before the COMMIT.
+        match self.status(&transaction.key, &transaction.id).await {
+            TransactionStatus::Committed => Ok(()),
+            TransactionStatus::RolledBack => Err(CommitError::RolledBack(error.into())),
+            TransactionStatus::Unknown => Err(CommitError::Unknown(error.into())),
+        }
     }
 
     async fn rollback(&self, mut transaction: PostgresTransaction) -> Result<(), CommitError> {
         match transaction.state().await {
             TransactionState::Other => Err(transaction.ended_by_handler().await),
-            TransactionState::Lost(_) => Ok(()), // the server rolls back
+            TransactionState::Lost => Ok(()), // the server rolls back
             TransactionState::Current | TransactionState::Failed => {
                 self.roll_back_and_check(transaction).await
             }
@@ -313,19 +330,19 @@ enum TransactionState {
     /// Another one, or none.
     Other,
     /// Unknown: the connection is lost.
-    Lost(sqlx::Error),
+    Lost,
 }
 
 impl PostgresTransaction {
     async fn state(&mut self) -> TransactionState {
-        let current = query(CHECK_AND_SYNC).fetch_one(&mut *self.inner).await;
+        let current = query(CURRENT).fetch_one(&mut *self.inner).await;
         match current.and_then(|row| row.try_get::<Option<String>, _>(0)) {
             Ok(current) if current.as_ref() == Some(&self.id) => TransactionState::Current,
             // Also after a `begin` of the handler that failed because an earlier statement had: sqlx
             // then rolls back all.
             Ok(_) => TransactionState::Other,
             Err(error) if is_aborted(&error) => TransactionState::Failed,
-            Err(error) => TransactionState::Lost(error),
+            Err(_) => TransactionState::Lost,
         }
     }
 
@@ -341,7 +358,39 @@ impl PostgresTransaction {
     }
 }
 
+/// What became of a transaction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum TransactionStatus {
+    Committed,
+    RolledBack,
+    /// It is still running, or the server does not know it, as after a failover.
+    Unknown,
+}
+
+/// What became of the transaction with this id, by the record of its key.
+async fn status(
+    connection: &mut PgConnection,
+    key: &str,
+    id: &str,
+) -> Result<TransactionStatus, sqlx::Error> {
+    let found = query(STATUS).bind(key).bind(id);
+    let found = found.fetch_one(connection).await?;
+    Ok(match (found.try_get(0)?, found.try_get(1)?) {
+        (true, _) => TransactionStatus::Committed,
+        (false, Some("aborted")) => TransactionStatus::RolledBack,
+        (false, _) => TransactionStatus::Unknown,
+    })
+}
+
 impl PostgresInbox {
+    /// Asks on another connection.
+    async fn status(&self, key: &str, id: &str) -> TransactionStatus {
+        let timeout = self.store.timeout_setting();
+        let read = async |connection: &mut PgConnection| status(connection, key, id).await;
+        let status = self.store.connections().read(timeout, read).await;
+        status.unwrap_or(TransactionStatus::Unknown)
+    }
+
     /// Sends ROLLBACK, and checks that the record was not committed: the handler may have committed the
     /// transaction and begun another one, in which a statement failed.
     async fn roll_back_and_check(
@@ -351,12 +400,8 @@ impl PostgresInbox {
         if transaction.inner.execute("ROLLBACK").await.is_err() {
             return Ok(());
         }
-        let committed = query(COMMITTED)
-            .bind(&transaction.key)
-            .bind(&transaction.id);
-        let committed = committed.fetch_optional(&mut *transaction.inner).await;
-        let committed = committed.and_then(|row| row.map(|row| row.try_get(0)).transpose());
-        if let Ok(Some(true)) = committed {
+        let status = status(&mut transaction.inner, &transaction.key, &transaction.id).await;
+        if let Ok(TransactionStatus::Committed) = status {
             return Err(transaction.ended_by_handler().await);
         }
         let _ = transaction.inner.rollback().await; // for sqlx: nothing is open
