@@ -52,7 +52,7 @@ pub struct AdminServer {
 /// The admin port could not be opened.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the admin port {address} cannot be opened: {source}; choose another with `.listen(address)`"
+    "the admin port {address} cannot be opened: {source}; if it is in use, choose another address"
 )]
 pub struct ServeError {
     address: SocketAddr,
@@ -225,8 +225,8 @@ async fn index(State(state): State<Arc<AdminState>>) -> String {
     format!(
         "oncegate admin port\n\n\
          /live     200 while the process responds\n\
-         /ready    200 while every consumer accepts messages, 503 otherwise\n\
-         /status   consumers, sources and the last warnings as JSON\n\
+         /ready    200 while every consumer receives messages, 503 otherwise\n\
+         /status   consumers, sources and the last warnings and errors as JSON\n\
          /metrics  {metrics}\n"
     )
 }

@@ -4,8 +4,8 @@
 //! | --- | --- |
 //! | `GET /` | these paths, as text |
 //! | `GET /live` | 200 while the process responds, even if a broker or a store is unavailable, which a restart does not fix |
-//! | `GET /ready` | 200 while every consumer accepts messages, 503 otherwise |
-//! | `GET /status` | consumers, sources and the last warnings, as JSON |
+//! | `GET /ready` | 200 while every consumer receives messages, 503 otherwise |
+//! | `GET /status` | consumers, sources and the last warnings and errors, as JSON |
 //! | `GET /metrics` | all metrics of the process in the Prometheus text format |
 //!
 //! It shows message ids, names of topics and queues, and log lines. It never shows payloads,

@@ -23,13 +23,13 @@ use crate::output::Unchecked;
 
 #[derive(Subcommand)]
 pub(crate) enum DeadLettersCommand {
-    /// List pending dead letters
+    /// List dead letters that were not redriven, dropped or resolved
     #[command(mut_arg("reasons", |it| restrict_reasons(it, Destination::DeadLetters)))]
     List(ListArgs),
     /// Show the dead letters of an id, with their headers
     Show(ShowArgs),
-    /// Publish dead letters to their source again, through the gate, even if they were rejected
-    /// before. Skips messages that were handled meanwhile or may have been
+    /// Publish dead letters again to the topic or queue that they came from; the consumer deduplicates
+    /// them by id. Rejected ids are handled again. Skips messages that were handled meanwhile or may have been
     #[command(mut_arg("reasons", |it| restrict_reasons(it, Destination::DeadLetters)))]
     Redrive(RedriveArgs),
     /// Drop dead letters: RabbitMQ removes them; on Kafka they stay, and the audit records that
@@ -203,8 +203,8 @@ async fn run_bulk(
     unchecked.end()
 }
 
-/// Without a store no marker is read: the gate still deduplicates, and messages that their marker
-/// may block are skipped.
+/// Without a store no marker is read: the consumer still deduplicates, and messages whose marker might
+/// block them are skipped.
 fn open_marker_store(context: &CliContext) -> Result<Option<MarkerStore>, CliError> {
     context
         .config
@@ -226,7 +226,7 @@ struct DeadLetterSession<'a> {
 impl DeadLetterSession<'_> {
     /// Reads the marker and, if confirmed, clears it, publishes a copy, records the action in the
     /// audit and removes the original, in this order. A crash leaves the original, or an additional
-    /// copy that the gate deduplicates.
+    /// copy that the consumer deduplicates.
     ///
     /// # Errors
     /// If the message cannot be redriven; it stays in its destination.
@@ -252,19 +252,19 @@ impl DeadLetterSession<'_> {
             self.context,
         )?;
         let after = copy_description(reader.source(), age, self.context);
-        let release = marker.as_ref().and_then(|marker| {
+        let clear = marker.as_ref().and_then(|marker| {
             Some((
                 marker,
-                release_request(marker, effect, message, self.context)?,
+                clear_request(marker, effect, message, self.context)?,
             ))
         });
         if !confirmed {
-            let cleared = if release.is_some() {
-                "cleared and "
+            let cleared = if clear.is_some() {
+                "its marker would be cleared, and it "
             } else {
                 ""
             };
-            return Ok(format!("would be {cleared}{after}"));
+            return Ok(format!("{cleared}would be {after}"));
         }
         rate_limiter.next().await;
         let before = marker.as_ref().map_or_else(
@@ -281,7 +281,7 @@ impl DeadLetterSession<'_> {
             ..self.planned_action("dead-letters redrive", message, before, after.clone())
         };
         let pending = self.audit.begin(action, self.why).await?;
-        if let Some((marker, ask)) = release
+        if let Some((marker, ask)) = clear
             && let Err(failure) = marker.apply(ask, known_attempt(message)).await
         {
             self.audit.failed(pending, &failure).await?;
@@ -359,9 +359,9 @@ impl DeadLetterSession<'_> {
     }
 }
 
-/// The marker change that lets a copy run. `None` if the marker does not block it, or if the gate
+/// The marker change that lets a copy run. `None` if the marker does not block it, or if the consumer
 /// has to find the id in doubt first.
-fn release_request(
+fn clear_request(
     marker: &ObservedMarker<'_>,
     effect: Effect,
     message: &DeadLetter,
@@ -392,7 +392,7 @@ pub(crate) fn copy_description(target: &str, age: CopyAge, context: &CliContext)
     match age {
         CopyAge::New => format!("sent to {target}"),
         CopyAge::FirstSeen(_) => format!(
-            "sent to {target} with its age, to be reconciled: it may have been handled longer ago than the window of {}",
+            "sent to {target} with its original oncegate-first-seen, so that the consumer reconciles it first: it may have been handled longer ago than the window of {}",
             config::window_description(&context.config)
         ),
     }

@@ -26,7 +26,7 @@ use crate::output::Unchecked;
 
 #[derive(Subcommand)]
 pub(crate) enum InDoubtCommand {
-    /// List pending messages in doubt
+    /// List messages in doubt that were not resolved
     #[command(mut_arg("reasons", |it| restrict_reasons(it, Destination::InDoubt)))]
     List(ListArgs),
     /// Show the messages in doubt of an id, with their headers

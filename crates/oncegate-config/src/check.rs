@@ -223,9 +223,9 @@ impl Config {
         if self.guarantee() != Guarantee::AtMostOnce {
             return Ok(());
         }
-        if self.text("gate.mode") == Some("trial") {
+        if self.text("gate.mode") == Some("shadow") {
             return Err(Error::misconfigured(
-                "gate.mode: trial blocks no message, and at most once must block duplicates; set gate.guarantee = \"effectively-once\" during the trial",
+                "gate.mode: shadow blocks no message, and at most once must block duplicates; set gate.guarantee = \"effectively-once\" meanwhile",
             ));
         }
         if store == StoreKind::Memory && !self.allows_volatile_store() {

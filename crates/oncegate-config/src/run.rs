@@ -11,7 +11,7 @@ use crate::log;
 use crate::store::AnyStore;
 
 impl Config {
-    /// Builds the source, store, gate, log and admin port, and handles messages until SIGTERM or
+    /// Builds the consumer with its source, store, log and admin port, and handles messages until SIGTERM or
     /// Ctrl-C; then drains and returns. Bodies are JSON; for other formats, use a builder with
     /// [`Config::consumer`].
     ///
@@ -38,7 +38,7 @@ impl Config {
         let logging = log::init(&self)?;
         let handles = StatusHandles::default();
         let _admin_server = admin::open(&self, broker, &handles, logging.errors.clone())?;
-        let report = (self.text("gate.mode") == Some("trial")).then(ShadowReport::new);
+        let report = (self.text("gate.mode") == Some("shadow")).then(ShadowReport::new);
         let store = match &report {
             Some(report) => AnyStore::of(Shadow::new(self.store()?, report.clone())),
             None => self.store()?,
@@ -72,7 +72,7 @@ impl Config {
             }
         };
         if let Some(report) = report {
-            tracing::info!("trial mode: {report}");
+            tracing::info!("shadow report: {report}");
         }
         result.map_err(|error| self.explain(error))
     }

@@ -173,8 +173,8 @@ pub const SETTINGS: &[Setting] = &[
     ),
     choice(
         "gate.mode",
-        &["on", "trial"],
-        "on, or trial: blocks no message and counts those it would have blocked; on by default",
+        &["on", "shadow"],
+        "on, or shadow: blocks no message and counts those it would have blocked; on by default",
     ),
     time(
         "gate.dedup-window",

@@ -63,7 +63,7 @@ async fn errors_name_the_key() {
             &["gate.guarantee", "store.volatile = \"accepted\""],
         ),
         (
-            format!("{good}guarantee = \"at-most-once\"\nmode = \"trial\"\n{RABBITMQ}"),
+            format!("{good}guarantee = \"at-most-once\"\nmode = \"shadow\"\n{RABBITMQ}"),
             &["gate.mode: ", "at most once"],
         ),
         (

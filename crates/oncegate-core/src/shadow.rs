@@ -220,7 +220,7 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
 
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         if guarantee == Guarantee::AtMostOnce {
-            let problem = "a shadow blocks no message, and at most once must block duplicates: choose Guarantee::EffectivelyOnce during the trial";
+            let problem = "a shadow blocks no message, and at most once must block duplicates: choose Guarantee::EffectivelyOnce meanwhile";
             return Err(StoreError::Misconfigured(problem.into()));
         }
         match self.store.preflight(guarantee).await {

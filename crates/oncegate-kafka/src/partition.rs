@@ -40,7 +40,7 @@ pub(crate) struct Partition {
     handed_out: usize,
     /// Offset gaps whose expired messages are not counted yet.
     gaps: Vec<Range<i64>>,
-    /// How many gaps have come since the last [`PartitionEvent::LogStart`].
+    /// How many gaps were found since the last [`PartitionEvent::LogStart`].
     new_gaps: u64,
     /// The offset that was to be committed at the last [`PartitionEvent::CommitDue`], and since when.
     committable_since: Option<(i64, Instant)>,
@@ -60,11 +60,12 @@ pub(crate) enum PartitionEvent {
     PositionWrong { fallback: Option<i64> },
     /// librdkafka has accepted a seek.
     Sought,
-    /// The log starts at this offset, and the group has no committed offset.
+    /// The log start offset of a partition without a committed offset. Reading starts there, and it is
+    /// committed.
     StartFound(i64),
     /// The log start offset; `None` while librdkafka does not know it.
     LogStart(Option<i64>),
-    /// The topic was deleted and created again, unless this assignment is one of the new topic.
+    /// The topic was deleted and created again, unless this assignment already belongs to the new topic.
     TopicRecreated {
         identity: Option<TopicIdentity>,
         next_epoch: u64,
@@ -72,7 +73,8 @@ pub(crate) enum PartitionEvent {
     /// The source ends with an error: a part of the log is unreadable, or, with
     /// `OutOfRange::Error`, the committed offset is, or may be, of a deleted topic.
     Halted,
-    /// A delivery was handed to the consumer.
+    /// A delivery was taken from the queue of the source: for the consumer, or for the dead letters if
+    /// it exceeds `body_limit`.
     HandedOut,
     /// A delivery of this assignment is settled.
     Settled(i64),
@@ -92,9 +94,9 @@ pub(crate) enum PartitionEvent {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum PartitionAction {
     Nothing,
-    /// Hand the record out. If the log was truncated below the committed offset, that was
+    /// Add the record to the queue of the source. If the log was truncated below the committed offset, that was
     /// `truncated_from`.
-    Deliver {
+    Enqueue {
         truncated_from: Option<i64>,
     },
     /// The assignment `ended`, and another one has started: drop its records that were not handed
@@ -103,8 +105,8 @@ pub(crate) enum PartitionAction {
         ended: u64,
         cause: RestartCause,
     },
-    /// As for a restart, without another assignment.
-    Withdraw,
+    /// Drop the records of this assignment that were not handed out, and report the revocation.
+    DropQueued,
     /// Seek to this offset.
     Seek(i64),
     /// Hand the delivery out again.
@@ -126,7 +128,7 @@ pub(crate) enum PartitionAction {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum RestartCause {
     Recreated,
-    /// The log was truncated below `expected`, and the record is handed out under the new epoch.
+    /// The log was truncated below `expected`, and the record is queued under the new epoch.
     Truncated {
         expected: i64,
     },
@@ -274,7 +276,7 @@ impl Partition {
 
             (S::Active, E::Halted) => self.enter(S::Halted, A::Nothing),
             (_, E::Halted) => A::Nothing,
-            (_, E::Revoked) => self.enter(S::Revoking, A::Withdraw),
+            (_, E::Revoked) => self.enter(S::Revoking, A::DropQueued),
         }
     }
 
@@ -332,7 +334,7 @@ impl Partition {
         if self.position_trust == PositionTrust::Unconfirmed {
             self.position_trust = PositionTrust::Trusted;
         }
-        PartitionAction::Deliver { truncated_from }
+        PartitionAction::Enqueue { truncated_from }
     }
 
     /// Restarts at the record at this offset, which is below the last one, or at the lowest unsettled
@@ -415,7 +417,7 @@ impl Partition {
         }
     }
 
-    /// Warns of the gaps that have come while the log start offset is unknown.
+    /// Warns of the gaps that were found while the log start offset is unknown.
     fn warn_of_gaps(&mut self) -> PartitionAction {
         match (std::mem::take(&mut self.new_gaps), self.gaps.last()) {
             (count @ 1.., Some(last)) => PartitionAction::WarnOfGaps {
@@ -442,9 +444,10 @@ impl Partition {
         PartitionAction::CountExpired(expired.collect())
     }
 
-    /// Commits the lowest unsettled offset, or the one after the last, unless it was committed before.
+    /// Commits the lowest unsettled offset, or the one after the last. Skips one that was committed before,
+    /// except in the first commit of an assignment and after a failed one.
     fn commit(&mut self, now: Instant) -> PartitionAction {
-        let Some(offset) = self.offsets.position() else {
+        let Some(offset) = self.offsets.committable() else {
             return PartitionAction::Nothing;
         };
         if self
@@ -493,7 +496,7 @@ impl Partition {
 
     /// The offset to commit next; `None` if it is unknown.
     pub(crate) fn committable(&self) -> Option<i64> {
-        self.offsets.position().or(self.start.offset())
+        self.offsets.committable().or(self.start.offset())
     }
 
     /// The lowest unsettled offset, and since when it has blocked commits, as of the last

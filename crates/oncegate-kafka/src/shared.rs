@@ -299,7 +299,7 @@ impl SourceState {
         };
         let action = assigned.partition.apply(event);
         match &action {
-            PartitionAction::Withdraw => self.withdraw(epoch),
+            PartitionAction::DropQueued => self.withdraw(epoch),
             PartitionAction::Restart { ended, .. } => {
                 self.withdraw(*ended);
                 if let Some(it) = self.assigned.remove(&epoch) {
@@ -359,7 +359,7 @@ impl SourceState {
             let offset = record.offset;
             let event = PartitionEvent::Fetched { offset, next_epoch };
             let (truncated_from, delivered_in) = match self.apply_to(epoch, event) {
-                PartitionAction::Deliver { truncated_from } => (truncated_from, Some(epoch)),
+                PartitionAction::Enqueue { truncated_from } => (truncated_from, Some(epoch)),
                 PartitionAction::Restart { cause, .. } => match cause {
                     RestartCause::Truncated { expected } => {
                         restarted.push((record.topic.clone(), record.partition));

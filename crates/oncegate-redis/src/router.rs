@@ -17,8 +17,8 @@ pub(crate) enum Deployment {
 }
 
 impl Deployment {
-    /// The same servers with other connection settings.
-    pub(crate) fn with_servers(
+    /// Applies `change` to the settings of each server.
+    pub(crate) fn map_servers(
         self,
         change: impl Fn(ServerConfig) -> Result<ServerConfig, Problem>,
     ) -> Result<Self, Problem> {
@@ -43,8 +43,8 @@ impl Deployment {
 /// The connections to one server.
 pub(crate) struct ConnectionPair {
     pub(crate) general: SharedConnection,
-    /// Only with [`Durability::Replicas`]: `WAIT` blocks its connection and covers only the writes
-    /// of that connection.
+    /// Only with [`Durability::Replicas`], for claims and the renewals of at most once: `WAIT` blocks its
+    /// connection and covers only the writes of that connection.
     claims: Option<SharedConnection>,
 }
 
@@ -220,7 +220,7 @@ impl Router {
         }
     }
 
-    /// The setting that names the servers, for messages.
+    /// The setting that names the servers, for log lines and errors.
     pub(crate) fn setting(&self) -> &'static str {
         match self {
             Self::Single(connections) => connections.general.setting(),
@@ -241,7 +241,7 @@ impl Router {
         }
     }
 
-    /// Refreshes the topology, and avoids keys in a slot that is migrating.
+    /// Refreshes the topology. No canary or probe key is chosen in this migrating slot for a while.
     pub(crate) fn invalidate_slot(&self, migrating: Option<u16>) {
         if let (Self::Cluster(cluster), Some(slot)) = (self, migrating) {
             cluster.migrating.add(slot);
@@ -249,7 +249,7 @@ impl Router {
         self.invalidate();
     }
 
-    /// The addresses, for messages.
+    /// The addresses, for log lines and errors.
     pub(crate) fn described(&self) -> String {
         match self {
             Self::Single(connections) => connections.general.described(),

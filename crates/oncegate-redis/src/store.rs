@@ -187,7 +187,7 @@ impl Redis {
     fn with_tls(mut self, set: impl FnOnce(TlsOptions) -> Result<TlsOptions, Problem>) -> Self {
         self.deployment = self.deployment.and_then(|deployment| {
             self.tls = set(std::mem::take(&mut self.tls))?;
-            deployment.with_servers(|server| server.with_tls(&self.tls))
+            deployment.map_servers(|server| server.with_tls(&self.tls))
         });
         self.rebuild()
     }

@@ -37,8 +37,8 @@ use writer_thread::WriterRequest;
 /// created; its directory must exist, on a local disk: the write-ahead log needs shared memory,
 /// which network file systems do not offer.
 ///
-/// One thread reads and writes the file, from the first use until the last clone is dropped. It applies all
-/// waiting requests in one transaction. Clones share the thread.
+/// One thread reads and writes the file, from the first use until the last clone is dropped. It combines
+/// waiting requests into one transaction of about 4,096 operations. Clones share the thread.
 ///
 /// ```
 /// use oncegate_sql::Sqlite;

@@ -103,7 +103,7 @@ impl DestinationPublisher {
             },
             Err(error) => ConfirmWindow::new().fail(|| error.to_string()),
         };
-        self.requeue(failed);
+        self.retry_unconfirmed(failed);
         Ok(())
     }
 
@@ -172,8 +172,8 @@ impl DestinationPublisher {
                 copy = copies.recv() => {
                     let mut next = Some(copy.ok_or(Finished)?);
                     while let Some(copy) = next {
-                        // Another epoch: the copies for the lost consuming channel are obsolete, and
-                        // would use memory.
+                        // A new consuming channel: copies for the lost one are obsolete, and would use
+                        // memory.
                         if self.waiting.back().is_some_and(|last| last.epoch != copy.epoch) {
                             self.waiting.retain(|waiting| !self.context.is_obsolete(waiting));
                         }
@@ -218,8 +218,8 @@ impl DestinationPublisher {
     }
 
     /// Declares the queue again after a copy was returned or nacked, and closes the channel: a quorum
-    /// queue may refuse later copies on it after the queue has room again; see `client`. Gives up
-    /// after [`CONFIRM_TIMEOUT`]: nothing is published meanwhile.
+    /// queue may refuse later copies on it after the queue has room again; see `client`. Limited to
+    /// [`CONFIRM_TIMEOUT`], because nothing is published while it runs.
     async fn repair(
         &mut self,
         connection: &Connection,
@@ -239,20 +239,20 @@ impl DestinationPublisher {
         match repaired.await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => problem.push_str(&format!("; declaring the queue failed: {error}")),
-            Err(_) => problem.push_str("; declaring the queue took too long"),
+            Err(_) => problem.push_str("; declaring the queue and closing the channel took longer than the confirm timeout"),
         }
     }
 
-    /// Puts the unconfirmed copies back, and sets the time of the next attempt.
-    fn requeue(&mut self, failed: FailedWindow<Arc<MessageCopy>>) {
-        let is_closed_by_one_copy = failed.is_closed_by_one_copy();
+    /// Moves the unconfirmed copies to the front of `waiting`, and sets the time of the next attempt.
+    fn retry_unconfirmed(&mut self, failed: FailedWindow<Arc<MessageCopy>>) {
+        let is_probably_caused_by_one_copy = failed.is_probably_caused_by_one_copy();
         self.confirm(failed.confirmed);
         let metrics = &self.context.source.metrics;
         metrics.copies_retried(failed.unconfirmed.len());
         let pause = self.backoff.pause();
         (self.publish_at, self.window_limit) = (Instant::now() + pause, 1);
         for copy in failed.unconfirmed.into_iter().rev() {
-            if is_closed_by_one_copy && self.copies.is_some() {
+            if is_probably_caused_by_one_copy && self.copies.is_some() {
                 self.isolate(copy);
             } else {
                 self.waiting.push_front(copy);
@@ -293,7 +293,7 @@ fn confirm_timed_out() -> String {
 
 /// The next item if one is ready, without waiting. Polls again if the stream was woken: a
 /// `FuturesUnordered` does not poll all futures if two of them are woken while they are polled, as
-/// publishing ones are.
+/// futures that are still publishing do.
 fn next_ready<S: Stream + Unpin>(items: &mut S) -> Option<S::Item> {
     let flag = Arc::new(WakeFlag::default());
     let waker = Waker::from(Arc::clone(&flag));
@@ -360,15 +360,15 @@ async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), PublishFai
         Ok(Confirmation::Nack(None)) => not_enqueued(
             "basic.nack; check the length limit of the queue (x-max-length, x-max-length-bytes) and that a majority of its nodes runs",
         ),
-        Ok(Confirmation::NotRequested) => Err(PublishFailure::ChannelClosed(
+        Ok(Confirmation::NotRequested) => Err(PublishFailure::ChannelFailed(
             "publisher confirms are not enabled, which is a bug in oncegate; report this".into(),
         )),
         Err(error) if reply_code(&error) == Some(code::ACCESS_REFUSED) => {
-            Err(PublishFailure::ChannelClosed(format!(
+            Err(PublishFailure::ChannelFailed(format!(
                 "{error}; grant the user the write permission on the default exchange, amq.default"
             )))
         }
-        Err(error) => Err(PublishFailure::ChannelClosed(error.to_string())),
+        Err(error) => Err(PublishFailure::ChannelFailed(error.to_string())),
     }
 }
 
@@ -431,7 +431,7 @@ mod tests {
             publisher
                 .waiting
                 .drain(..2.min(publisher.waiting.len() - 1));
-            publisher.requeue(closed([1, 2]));
+            publisher.retry_unconfirmed(closed([1, 2]));
         }
         assert_eq!(
             (waiting(&publisher), publisher.window_limit),
@@ -441,7 +441,7 @@ mod tests {
         publisher.confirm(vec![copy(1)]);
         publisher.confirm(vec![copy(2), copy(3)]);
         assert_eq!(publisher.window_limit, 4);
-        publisher.requeue(closed([4, 5]));
+        publisher.retry_unconfirmed(closed([4, 5]));
         assert!(
             publisher.publish_at < Instant::now() + Duration::from_secs(1),
             "a confirm resets the backoff"
@@ -451,18 +451,18 @@ mod tests {
     #[test]
     fn a_single_copy_that_closes_its_channel_is_isolated() {
         let mut publisher = publisher();
-        publisher.requeue(closed([1, 2]));
+        publisher.retry_unconfirmed(closed([1, 2]));
         assert_eq!(
             (waiting(&publisher), publisher.isolated.len()),
             (vec![1, 2], 0),
             "either copy may have closed the channel"
         );
         publisher.waiting.clear();
-        publisher.requeue(closed([1]));
+        publisher.retry_unconfirmed(closed([1]));
         assert_eq!((waiting(&publisher), publisher.isolated.len()), (vec![], 1));
         let mut isolated = publisher;
         isolated.copies = None;
-        isolated.requeue(closed([1]));
+        isolated.retry_unconfirmed(closed([1]));
         assert_eq!((waiting(&isolated), isolated.isolated.len()), (vec![1], 1));
     }
 
@@ -474,7 +474,7 @@ mod tests {
             let Some(first) = publisher.next_copy() else {
                 break;
             };
-            publisher.requeue(closed([first.tag]));
+            publisher.retry_unconfirmed(closed([first.tag]));
         }
         assert_eq!(
             (publisher.isolated.len(), publisher.waiting.len()),

@@ -1,4 +1,5 @@
-//! Which published copies of one channel are confirmed, and what is published again after a failure.
+//! Copies of consumed messages, published to the dead-letter, in-doubt or delay queue on one channel:
+//! which are confirmed, and which are published again after a failure.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,16 +7,17 @@ use std::fmt;
 /// Why a copy is not confirmed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PublishFailure {
-    /// The broker returned a copy of the channel (`basic.return`), or refused one (`basic.nack`).
+    /// The broker returned a copy that was published on the channel (`basic.return`), or refused one
+    /// (`basic.nack`).
     ReturnedOrNacked(String),
-    /// The channel was closed, or the confirm did not arrive in time.
-    ChannelClosed(String),
+    /// The channel could not be opened, was closed, or sent no confirm in time.
+    ChannelFailed(String),
 }
 
 impl fmt::Display for PublishFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::ReturnedOrNacked(problem) | Self::ChannelClosed(problem) => f.write_str(problem),
+            Self::ReturnedOrNacked(problem) | Self::ChannelFailed(problem) => f.write_str(problem),
         }
     }
 }
@@ -37,7 +39,7 @@ pub(crate) struct ConfirmWindow<C> {
     failure: Option<PublishFailure>,
 }
 
-/// What the channel leaves after a failure.
+/// The copies of a channel that failed, and why it failed.
 #[derive(Debug)]
 pub(crate) struct FailedWindow<C> {
     pub(crate) confirmed: Vec<C>,
@@ -98,8 +100,8 @@ impl<C> ConfirmWindow<C> {
         self.outstanding.len()
     }
 
-    /// Ends the window of a channel that failed. All confirms that will arrive are recorded; `problem`
-    /// is the failure if none is recorded.
+    /// Ends the window of a channel that failed. Confirms that arrive after this are ignored. `problem` is the
+    /// failure if none is recorded.
     pub(crate) fn fail(mut self, problem: impl FnOnce() -> String) -> FailedWindow<C> {
         let confirmed = self.take_confirmed();
         FailedWindow {
@@ -107,15 +109,16 @@ impl<C> ConfirmWindow<C> {
             unconfirmed: self.outstanding.into_values().collect(),
             failure: self
                 .failure
-                .unwrap_or_else(|| PublishFailure::ChannelClosed(problem())),
+                .unwrap_or_else(|| PublishFailure::ChannelFailed(problem())),
         }
     }
 }
 
 impl<C> FailedWindow<C> {
-    /// Whether one copy closed the channel and no other was on it: it would close the next one, too.
-    pub(crate) fn is_closed_by_one_copy(&self) -> bool {
-        matches!(self.failure, PublishFailure::ChannelClosed(_))
+    /// Whether exactly one copy was outstanding when the channel failed. It is probably the cause, and would
+    /// close the next channel, too.
+    pub(crate) fn is_probably_caused_by_one_copy(&self) -> bool {
+        matches!(self.failure, PublishFailure::ChannelFailed(_))
             && self.confirmed.is_empty()
             && self.unconfirmed.len() == 1
     }
@@ -132,7 +135,7 @@ mod tests {
     }
 
     fn closed() -> Result<(), PublishFailure> {
-        Err(PublishFailure::ChannelClosed("closed".into()))
+        Err(PublishFailure::ChannelFailed("closed".into()))
     }
 
     /// Publishes copies 0, 1, … and records these results in their order; returns the confirmed and
@@ -200,7 +203,7 @@ mod tests {
                 window.record(sequence, confirm);
             }
             assert_eq!(
-                window.fail(String::new).is_closed_by_one_copy(),
+                window.fail(String::new).is_probably_caused_by_one_copy(),
                 is_identified,
                 "{confirms:?}"
             );

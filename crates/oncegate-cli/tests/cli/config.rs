@@ -281,7 +281,7 @@ fn check_refuses_what_the_consumer_refuses() {
     }
     for (gate, says) in [
         ("outage = \"pass-through\"", "gate.outage: "),
-        ("mode = \"trial\"", "gate.mode: "),
+        ("mode = \"shadow\"", "gate.mode: "),
     ] {
         let gate = format!("{at_most_once}{gate}");
         check(&file(&gate, redis, "")).exits_with(2).prints(says);

@@ -255,7 +255,7 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
         .run(&["dead-letters", "redrive", "--all", "--dry-run"])
         .await
         .exits_with(0)
-        .prints("would be cleared and sent to")
+        .prints("its marker would be cleared, and it would be sent to")
         .prints("3 would be redriven");
     fixture
         .run(&["dead-letters", "redrive", "--id", "b"])

@@ -110,7 +110,7 @@ async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
         .await
         .exits_with(0);
     preview
-        .prints("with its age, to be reconciled")
+        .prints("with its original oncegate-first-seen")
         .prints("1 d, the default");
     fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])

@@ -1,4 +1,4 @@
-//! How far the shutdown of the consumer is.
+//! The state of the shutdown of the consumer.
 
 use std::time::{Duration, Instant};
 
@@ -7,9 +7,9 @@ use crate::error::Error;
 
 /// The phase of the drain, its deadline and its cause.
 ///
-/// A drain that has begun never ends without closing the consumer. Its deadline only becomes
-/// earlier, except once: when the drain timeout is over, the store gets [`STOP_TIMEOUT`] to record
-/// the outcomes of dropped handlers.
+/// A drain ends with closing the source. A later `begin` never postpones its deadline. When the drain
+/// timeout is over, the deadline is extended once, by [`STOP_TIMEOUT`], in which the store records the
+/// outcomes of dropped handlers.
 pub(super) struct Drain {
     mode: Mode,
     timeout: Duration,
@@ -39,7 +39,7 @@ enum DrainPhase {
 pub(super) enum DrainStep {
     /// It continues: the consumer receives, or the drain waits.
     Continue,
-    /// The drain timeout is over, and deliveries are still in flight.
+    /// Drop running handlers: the drain timeout is over.
     DropHandlers,
     /// Close the source and end.
     Close,
@@ -50,7 +50,8 @@ pub(super) enum DrainStep {
 pub(super) enum Unfinished {
     /// Deliveries are in flight.
     Deliveries,
-    /// All deliveries are settled; the store has not recorded all late completions.
+    /// All deliveries are settled; the store has not recorded all completions of messages that were
+    /// handled without it.
     Completions,
     Nothing,
 }
@@ -138,7 +139,7 @@ impl Drain {
         now + bound.saturating_sub(recording).max(shortest)
     }
 
-    /// The error that began the drain.
+    /// The first error that was passed to `begin`.
     pub(super) fn into_cause(self) -> Option<Error> {
         match self.mode {
             Mode::Draining { because, .. } => because,

@@ -21,7 +21,7 @@ pub(super) struct Executor {
     runs: Box<dyn StartRun>,
     max_runs: usize,
     pub(super) suspects: Suspects,
-    /// Deliveries that wait until fewer than `max_runs` are active.
+    /// Deliveries that wait until fewer than `max_runs` runs are active.
     awaiting_run: VecDeque<Slot>,
     /// How many runs were spawned since the loop last yielded to them.
     spawned: usize,
@@ -99,8 +99,8 @@ impl Executor {
         self.awaiting_run.is_empty() && !self.suspects.any()
     }
 
-    /// The next delivery to run, if fewer than `max_runs` are active: a suspect if `suspects_may_run`
-    /// says so, otherwise the first that waits. `is_ready` tells whether a delivery still waits.
+    /// The next delivery to run, if fewer than `max_runs` runs are active: a suspect if `suspects_may_run`
+    /// returns true, otherwise the first that waits. `is_ready` tells whether a delivery still waits.
     pub(super) fn next_runnable(
         &mut self,
         running: usize,

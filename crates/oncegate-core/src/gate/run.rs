@@ -23,7 +23,8 @@ use crate::slots::Slot;
 use crate::spans;
 use crate::store::StoreError;
 
-/// How many operations in a row the store may leave unanswered before a run is abandoned.
+/// How many operations in a row may have no answer, or not be sent to a store that does not answer,
+/// before a run is abandoned.
 const MAX_UNANSWERED: u32 = 5;
 
 /// The longest pause between two claims of a run that waits for another holder.
@@ -282,7 +283,7 @@ impl<'a, T> GuardedRun<'a, T> {
                 || "an earlier run was interrupted".into(),
                 |failure| failure.to_string(),
             );
-            // With another guarantee the id runs again by itself, and there is nothing to resolve.
+            // With another guarantee the next call runs the work again: there is nothing to resolve.
             GateError::InDoubt(if guarantee == Guarantee::AtMostOnce {
                 format!(
                     "{why}; id {id}: check whether it happened, then run `oncegate in-doubt resolve {id} --happened` or \

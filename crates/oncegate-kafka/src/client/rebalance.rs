@@ -57,7 +57,7 @@ impl CallbackContext {
             drop(state);
             if let Some(offset) = self.start_offset(&topic, partition, start) {
                 log_error(
-                    "cannot set the start offset of a partition; auto.offset.reset decides where it starts",
+                    "cannot set the start offset of a partition; reading starts at the committed offset, or as auto.offset.reset says",
                     assigned.set_partition_offset(&topic, partition, offset),
                 );
             }
@@ -69,18 +69,18 @@ impl CallbackContext {
         self.advance_past_transaction_markers(consumer);
     }
 
-    /// Logs where reading starts. Returns the offset to assign; `None` if librdkafka starts at the
+    /// Logs and counts where reading starts, and halts the source with `OutOfRange::Error`. Returns the offset to assign; `None` if librdkafka starts at the
     /// committed offset or as `auto.offset.reset` says.
     fn start_offset(&self, topic: &str, partition: i32, start: StartPosition) -> Option<Offset> {
         use StartPosition as S;
-        let ends = self.out_of_range == OutOfRange::Error;
+        let halts = self.out_of_range == OutOfRange::Error;
         if let S::Replica(_) | S::Ambiguous(_) = start {
             metrics::counter!(crate::metric::REPLICA_OFFSETS).increment(1);
         }
         match start {
             S::Committed(offset) | S::Replica(offset) | S::Ambiguous(offset) => {
                 tracing::info!(topic, partition, offset, "partition assigned");
-                if ends && matches!(start, S::Ambiguous(_)) {
+                if halts && matches!(start, S::Ambiguous(_)) {
                     let error = start_position::ambiguous(topic, partition, offset);
                     self.halt(topic, partition, error);
                 }
@@ -95,9 +95,9 @@ impl CallbackContext {
                 tracing::error!(
                     topic,
                     partition,
-                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; with IdSource::position(), give the consumer another .scope(…)"
+                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning, with OutOfRange::Error after a restart; with IdSource::position(), give the consumer another .scope(…)"
                 );
-                if ends {
+                if halts {
                     self.halt(topic, partition, start_position::recreated(topic));
                 }
                 Some(RECREATED_LOG_START)
@@ -107,7 +107,7 @@ impl CallbackContext {
                 tracing::warn!(
                     topic,
                     partition,
-                    "partition assigned; partition added: the group already reads its topic; reading the new partition from its beginning; check whether producers now send a key's messages to another partition, since no order holds across two"
+                    "partition assigned; partition added: the group already reads its topic; reading the new partition from its beginning; check whether producers now send a key's messages to another partition, because messages of one key are not ordered across partitions"
                 );
                 Some(Offset::Beginning)
             }
@@ -143,9 +143,9 @@ impl CallbackContext {
         );
     }
 
-    /// Waits for unsettled deliveries up to the drain timeout and stores the offsets. librdkafka
+    /// Waits for unsettled deliveries up to `drain_on_revoke` and stores the offsets. librdkafka
     /// commits them when it unassigns the partitions, before another member is assigned them. Lost
-    /// partitions already belong to another member, so nothing is awaited or committed.
+    /// partitions may already belong to another member, so nothing is awaited or committed.
     pub(super) fn revoke(&self, consumer: &GroupConsumer, partitions: &TopicPartitionList) {
         let revoked = names(partitions);
         let kind = revocation_kind(consumer);
@@ -162,8 +162,8 @@ impl CallbackContext {
         self.unassign(consumer, partitions);
     }
 
-    /// Waits until every delivery of these assignments is settled or released, up to the drain
-    /// timeout. Other partitions are read meanwhile.
+    /// Waits until every delivery of these assignments is settled or released, up to
+    /// `drain_on_revoke`. Other partitions are read meanwhile.
     pub(super) fn drain(&self, epochs: &[u64]) {
         let end = Instant::now() + self.drain_timeout;
         while Instant::now() < end {
@@ -180,7 +180,7 @@ impl CallbackContext {
             group = self.group,
             unsettled,
             timeout = ?self.drain_timeout,
-            "drain timeout exceeded, revoking partitions with unsettled deliveries; they are redelivered to another member; raise .drain_on_revoke(…) if handlers take longer"
+            "drain_on_revoke exceeded, abandoning unsettled deliveries; they are redelivered to the next owner of their partitions; raise .drain_on_revoke(…) if handlers take longer"
         );
     }
 

@@ -217,7 +217,7 @@ impl PartitionWatch {
                         tracing::warn!(
                             topic = it.0,
                             partition = it.1,
-                            "cannot fetch the log end of the partition; its lag is not updated; check that the partition has a leader"
+                            "cannot fetch the last stable offset of the partition; its lag is not updated; check that the partition has a leader"
                         );
                         self.without_log_end.insert(it);
                     }

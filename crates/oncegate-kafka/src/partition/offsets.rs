@@ -60,7 +60,7 @@ impl DeliveredOffsets {
     }
 
     /// The lowest unsettled offset, or the one after the last.
-    pub(super) fn position(&self) -> Option<i64> {
+    pub(super) fn committable(&self) -> Option<i64> {
         self.lowest().or(self.end)
     }
 

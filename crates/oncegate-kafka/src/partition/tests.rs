@@ -16,7 +16,7 @@ impl Partition {
     fn delivered(offsets: impl IntoIterator<Item = i64>) -> Self {
         let mut partition = Self::at(StartPosition::Unknown);
         for offset in offsets {
-            assert_eq!(partition.fetch(offset), DELIVER);
+            assert_eq!(partition.fetch(offset), ENQUEUE);
         }
         partition
     }
@@ -53,7 +53,7 @@ impl Partition {
     }
 }
 
-const DELIVER: A = A::Deliver {
+const ENQUEUE: A = A::Enqueue {
     truncated_from: None,
 };
 
@@ -143,7 +143,7 @@ fn a_record_below_the_last_one_restarts_the_assignment() {
     partition.settle_all(7..9);
     let cause = RestartCause::Truncated { expected: 9 };
     assert_eq!(partition.fetch(2), A::Restart { ended: 1, cause });
-    assert_eq!((partition.epoch(), partition.fetch(3)), (2, DELIVER));
+    assert_eq!((partition.epoch(), partition.fetch(3)), (2, ENQUEUE));
     assert_eq!(
         partition.apply(E::PositionWrong { fallback: None }),
         A::Seek(4)
@@ -167,7 +167,7 @@ fn a_truncation_above_an_unsettled_offset_restarts_there_after_a_seek() {
     partition.apply(E::Sought);
     assert_eq!(
         (partition.pending_seek(), partition.fetch(6)),
-        (None, DELIVER)
+        (None, ENQUEUE)
     );
 }
 
@@ -175,7 +175,7 @@ fn a_truncation_above_an_unsettled_offset_restarts_there_after_a_seek() {
 fn a_first_record_below_the_committed_offset_is_a_truncation() {
     let mut partition = Partition::at(StartPosition::Committed(50));
     let truncated_from = Some(50);
-    assert_eq!(partition.fetch(10), A::Deliver { truncated_from });
+    assert_eq!(partition.fetch(10), A::Enqueue { truncated_from });
     assert_eq!(partition.committed(), Some((10, Immediate)));
 }
 
@@ -297,7 +297,7 @@ fn a_log_of_markers_only_is_committed_once_the_position_is_trusted() {
     partition.report_position(Some(9));
     assert_eq!(expired(&mut partition, 100), [(5..9, 4)]);
     assert_eq!(partition.committed(), Some((9, Immediate)));
-    assert_eq!((partition.fetch(9), partition.has_gaps()), (DELIVER, false));
+    assert_eq!((partition.fetch(9), partition.has_gaps()), (ENQUEUE, false));
 
     // Without a committed offset it starts at the position.
     let mut partition = Partition::at(StartPosition::NoOffset);
@@ -364,7 +364,7 @@ fn expired_offsets_are_counted_however_late_the_log_start_is_known() {
 fn each_gap_is_kept_until_the_log_start_is_known() {
     let mut partition = Partition::at(StartPosition::Committed(5));
     for offset in [8, 9, 11, 12] {
-        assert_eq!(partition.fetch(offset), DELIVER);
+        assert_eq!(partition.fetch(offset), ENQUEUE);
     }
     // A truncation does not discard them.
     partition.settle_all([8, 9, 11, 12]);
@@ -398,7 +398,7 @@ fn any_history_agrees_with_a_map_of_all_offsets() {
                 if gaps {
                     next += (random.below(4) * random.below(50)) as i64;
                 }
-                assert_eq!(partition.fetch(next), DELIVER);
+                assert_eq!(partition.fetch(next), ENQUEUE);
                 partition.apply(E::HandedOut);
                 reference.insert(next, false);
                 (next, handed_out) = (next + 1, handed_out + 1);
@@ -453,7 +453,7 @@ impl GroupOffset {
         let (state, action) = (self.partition.state(), self.partition.fetch(offset));
         match action {
             A::Nothing => assert_ne!(state, AssignmentState::Active),
-            A::Deliver { .. } => {
+            A::Enqueue { .. } => {
                 assert_eq!(state, AssignmentState::Active);
                 self.unsettled.insert(offset);
                 self.next = offset + 1;

@@ -254,7 +254,7 @@ impl PartitionModel {
             HistoryEvent::Commit => self.commit()?,
             HistoryEvent::Revoke => {
                 let action = self.state.apply("t", 0, PartitionEvent::Revoked);
-                prop_assert_eq!(action == PartitionAction::Withdraw, self.epoch.is_some());
+                prop_assert_eq!(action == PartitionAction::DropQueued, self.epoch.is_some());
                 self.assignment = AssignmentState::Revoking;
             }
             HistoryEvent::EndAssignment { lost } => {
