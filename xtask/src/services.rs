@@ -204,11 +204,15 @@ fn load() -> Result<State, Error> {
     }
 }
 
+/// Writes a file of the target directory, which exists only if something was built in it.
 fn write(path: &PathBuf, text: &str) -> Result<(), Error> {
-    std::fs::write(path, text).map_err(|source| Error::File {
-        path: path.clone(),
-        source,
-    })
+    let directory = path.parent().map_or(Ok(()), std::fs::create_dir_all);
+    directory
+        .and_then(|()| std::fs::write(path, text))
+        .map_err(|source| Error::File {
+            path: path.clone(),
+            source,
+        })
 }
 
 /// Ignores that a file or directory does not exist.

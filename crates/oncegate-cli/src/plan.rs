@@ -15,7 +15,7 @@ const MAX_ID_BYTES: u64 = 200;
 #[derive(Args)]
 pub(crate) struct PlanArgs {
     /// New ids per second, averaged over the deduplication window; by default `gate.rate`
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     rate: Option<u64>,
     /// How long done ids are remembered; by default `gate.dedup-window`
     #[arg(long, value_name = "TIME")]

@@ -363,6 +363,11 @@ impl Engine {
         }
         self.drain.handlers_dropped(Instant::now());
         for slot in self.intake.slots() {
+            if let Some(entry) = self.intake.at(slot)
+                && entry.counted == Phase::Running
+            {
+                self.reporter.logs.handler_dropped(entry);
+            }
             self.drain_delivery(slot, Event::DrainOver);
         }
         // The runtime drops the aborted tasks before the store records that no handler runs.

@@ -124,6 +124,12 @@ fn reply_error(reply: &Value) -> CanaryError {
             failure,
         };
     }
+    if code == "WRONGTYPE" {
+        return CanaryError::Failed(StoreFailure::misconfigured(format!(
+            "Redis replied {code} {detail}: another program wrote the key <prefix>!canary, or one that begins so, by which lost data is \
+             detected; delete it, and set a separate key prefix with Redis::prefix"
+        )));
+    }
     CanaryError::Failed(crate::failure::from_server_error(code, detail))
 }
 

@@ -58,6 +58,8 @@ impl Default for LossDetector {
 #[derive(Default)]
 struct DetectorState {
     last_check: Option<Instant>,
+    /// What kept the last checks from being made, as it was logged.
+    misconfigured: Option<String>,
     /// By key. In a Cluster each primary has a canary; it moves to another node with its slot.
     canaries: HashMap<Vec<u8>, KnownCanary>,
     /// By key.
@@ -146,7 +148,21 @@ impl LossDetector {
         )
         .await;
         match checks.into_iter().collect::<Result<Vec<_>, _>>() {
-            Ok(keys) => self.forget_removed_canaries(&keys),
+            Ok(keys) => {
+                self.forget_removed_canaries(&keys);
+                self.state().misconfigured = None;
+            }
+            Err(StoreFailure::Misconfigured(problem)) => {
+                let problem = problem.to_string();
+                let mut state = self.state();
+                if state.misconfigured.as_ref() != Some(&problem) {
+                    tracing::error!(
+                        error = problem,
+                        "cannot check Redis for lost data: correct what `error` names"
+                    );
+                    state.misconfigured = Some(problem);
+                }
+            }
             Err(failure) => tracing::debug!(?failure, "cannot check Redis for lost data"),
         }
     }

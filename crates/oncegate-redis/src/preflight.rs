@@ -134,6 +134,11 @@ fn assess(
     if info.field("cluster_enabled") == Some("1") && matches!(router, Router::Single(_)) {
         return PreflightReport::missing("is a node of a Cluster: use Redis::cluster");
     }
+    if info.field("role") == Some("slave") {
+        return PreflightReport::missing(
+            "is a replica, which rejects writes: name the primary in Redis::at, or use Redis::sentinel",
+        );
+    }
     let mut warnings = Vec::new();
     let version = info.field("redis_version").unwrap_or("unknown");
     if version

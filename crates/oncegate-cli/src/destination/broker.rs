@@ -44,12 +44,14 @@ impl Broker {
     }
 
     /// Whether the configuration has a section or a key of this broker, or names it in
-    /// `gate.broker`.
+    /// `gate.broker`. If that names the other one, this one has no dead letters of the consumer.
     pub(crate) fn is_named(self, context: &CliContext) -> bool {
         let config = &context.config;
+        if let Some(chosen) = config.text("gate.broker") {
+            return chosen == self.name();
+        }
         let section = format!("{}.", self.name());
         config.has_section(self.name())
-            || config.text("gate.broker") == Some(self.name())
             || config
                 .given_settings()
                 .any(|given| given.setting.key.starts_with(&section))
@@ -85,7 +87,7 @@ impl Broker {
         }
         let configured: Vec<Self> = [Self::Kafka, Self::Rabbitmq]
             .into_iter()
-            .filter(|broker| broker.missing_keys(context).is_empty())
+            .filter(|broker| broker.is_named(context) && broker.missing_keys(context).is_empty())
             .collect();
         if configured.is_empty() {
             return Err(CliError::usage(

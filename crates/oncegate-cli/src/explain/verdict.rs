@@ -18,6 +18,8 @@ pub(crate) enum HandlingVerdict {
     Handled,
     /// Handled, and the topic has several messages with this id.
     HandledWithDuplicates,
+    /// Claimed; `Guarantee::Bare` does not record whether it was handled.
+    Claimed,
     InProgress,
     /// Its lease expired, and no delivery claimed it since.
     Abandoned,
@@ -64,6 +66,7 @@ impl HandlingVerdict {
             // Not "once": an interrupted attempt may have had an effect, too.
             Self::Handled => "handled",
             Self::HandledWithDuplicates => "handled; there were duplicates",
+            Self::Claimed => "claimed; whether it was handled is not recorded",
             Self::InProgress => "being handled",
             Self::Abandoned => "abandoned by its holder",
             Self::InDoubt => "in doubt",
@@ -105,6 +108,12 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
     );
     let dead = pending(&evidence.dead_letters, &|_| true);
     let (verdict, mut text) = match marker.state {
+        MarkerState::Done if evidence.guarantee == Guarantee::Bare && completed_by_operator(evidence).is_none() => (
+            HandlingVerdict::Claimed,
+            "A consumer with Guarantee::Bare claimed it, and the marker remains: the handler succeeded, still runs, or its process ended \
+             meanwhile, in which case the message is lost. Further messages with this id are skipped until the marker expires."
+                .into(),
+        ),
         MarkerState::Done => handled(evidence, dead.as_ref(), doubt.as_ref()),
         MarkerState::InProgress => (
             HandlingVerdict::InProgress,

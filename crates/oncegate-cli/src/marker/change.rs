@@ -11,6 +11,7 @@ use super::description::{self, MarkerDescription, MarkerState};
 use crate::CliContext;
 use crate::audit::{Audit, PlannedAction};
 use crate::config;
+use crate::destination::bulk::ConfirmArgs;
 use crate::error::CliError;
 use crate::marker_store::MarkerStore;
 
@@ -18,12 +19,8 @@ use crate::marker_store::MarkerStore;
 pub(crate) struct ChangeArgs {
     /// The id as the producer wrote it, or as keys and logs show it
     id: String,
-    /// Apply the change; without this, show what would be done and exit with 4
-    #[arg(long)]
-    yes: bool,
-    /// The reason, for the audit
-    #[arg(long, value_name = "TEXT")]
-    why: Option<String>,
+    #[command(flatten)]
+    confirm: ConfirmArgs,
 }
 
 impl ChangeArgs {
@@ -159,10 +156,20 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
                  `--did-not-happen`"
             )));
         }
-        MarkerState::InProgress | MarkerState::Lapsed | MarkerState::Unreadable => {
+        MarkerState::InProgress => {
             return Err(CliError::incomplete(format!(
-                "{id} is {}: a consumer may be handling it; wait until that ends or the id is in doubt",
-                marker.state().word()
+                "{id} is in-progress: a consumer may be handling it; wait until that ends"
+            )));
+        }
+        MarkerState::Lapsed => {
+            return Err(CliError::incomplete(format!(
+                "{id} is lapsed: the next delivery claims it again, or finds it in doubt with at most once; if none is left, redrive its dead \
+                 letter, or record it as done with `oncegate marker complete`"
+            )));
+        }
+        MarkerState::Unreadable => {
+            return Err(CliError::incomplete(format!(
+                "{id} is unreadable: see `oncegate explain {id}`"
             )));
         }
     };
@@ -251,7 +258,7 @@ async fn run(
     } else {
         String::new()
     };
-    if !change.yes {
+    if !change.confirm.yes {
         let description =
             MarkerDescription::of(marker.key.as_str(), &marker.stored, context.config.window());
         let text = format!(
@@ -263,7 +270,11 @@ async fn run(
             &ChangeReport::of(what, false, marker, &before, &after),
             text,
         )?;
-        return Err(CliError::not_confirmed());
+        return if change.confirm.dry_run {
+            Ok(())
+        } else {
+            Err(CliError::not_confirmed())
+        };
     }
     // The audit must not keep a forgotten id.
     let id = if what == "marker forget" {
@@ -281,7 +292,7 @@ async fn run(
         after: after.clone(),
         attempt,
     };
-    let pending = audit.begin(action, change.why.as_deref()).await?;
+    let pending = audit.begin(action, change.confirm.why.as_deref()).await?;
     if let Err(failure) = marker.apply(ask, fence).await {
         audit.failed(pending, &failure).await?;
         return Err(failure);

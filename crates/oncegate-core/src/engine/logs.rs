@@ -27,6 +27,7 @@ pub(super) struct Logs {
     possible_crash_loop: LogThrottle,
     held_elsewhere: LogThrottle,
     lease_lost: LogThrottle,
+    handler_dropped: LogThrottle,
     not_recorded: LogThrottle,
 }
 
@@ -56,6 +57,7 @@ impl Logs {
             possible_crash_loop,
             held_elsewhere,
             lease_lost,
+            handler_dropped,
         ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, PERIOD));
         Self {
             unavailable,
@@ -71,6 +73,7 @@ impl Logs {
             possible_crash_loop,
             held_elsewhere,
             lease_lost,
+            handler_dropped,
             not_recorded: LogThrottle::up_to(MAX_NOT_RECORDED, Duration::from_secs(1)),
         }
     }
@@ -196,7 +199,11 @@ impl Logs {
                     Some(Finding::DidNotHappen) => "did not happen",
                     None => "unknown",
                 };
-                tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconcile ended");
+                if error.is_some_and(|error| error.starts_with("panicked: ")) {
+                    tracing::error!(id, attempt, found, error, %origin, suppressed_lines, "reconcile panicked");
+                } else {
+                    tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconcile ended");
+                }
             }
             _ => {}
         }
@@ -274,6 +281,21 @@ impl Logs {
                 %origin,
                 suppressed_lines,
                 "lease lost, the handler is dropped and its outcome is unknown: the process or the store was paused for longer than the lease, or the marker was deleted or evicted, and another consumer may handle the message; use a longer lease, and a store that evicts nothing"
+            );
+        }
+    }
+
+    /// The drain timeout is over, and the handler of this message still runs.
+    pub(super) fn handler_dropped(&mut self, entry: &InFlightEntry) {
+        if let Some(suppressed_lines) = self.handler_dropped.due(Instant::now()) {
+            let (id, origin) = id_and_origin(entry);
+            let attempt = entry.attempt();
+            tracing::warn!(
+                id,
+                attempt,
+                %origin,
+                suppressed_lines,
+                "handler dropped at the end of the drain timeout, its outcome is unknown"
             );
         }
     }

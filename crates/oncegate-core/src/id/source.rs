@@ -236,7 +236,7 @@ fn is_default_routing_key(message: &Message) -> bool {
 /// The value of a header.
 ///
 /// # Errors
-/// [`NoId::Unusable`] if the header occurs with different values.
+/// [`NoId::Unusable`] if the header occurs with different values, or is `true` or `false`.
 fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>, NoId> {
     let mut values = message
         .headers
@@ -248,6 +248,10 @@ fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a
         return Err(NoId::Unusable(format!(
             "header `{name}` is ambiguous: it occurs several times with different values"
         )));
+    }
+    // All messages with the same one would have one id, and all but the first would be skipped.
+    if let Some(b"true" | b"false") = first {
+        return Err(NoId::Unusable(format!("header `{name}` is a truth value")));
     }
     Ok(first)
 }

@@ -1,6 +1,7 @@
 //! Publishes rejected deliveries to dead-letter topics.
 
 use std::collections::HashMap;
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -32,6 +33,9 @@ const METADATA_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How often a failure is logged per topic.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// After this time a dead letter that is not confirmed is logged; librdkafka gives up after a minute.
+const SLOW: Duration = Duration::from_secs(5);
 
 /// How long a dead letter waits for room in the queue of its producer.
 const ENQUEUE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -178,10 +182,37 @@ impl DeadLetters {
         record.payload = Some(body.unwrap_or_default());
         let key = message.key.as_deref();
         record.key = key.filter(|_| parts != PublishedParts::RejectionHeaders);
-        match dead_letter.grouping {
-            RequestGrouping::Batch => self.batches.send(record).await,
-            RequestGrouping::Alone => self.singles.send(record).await,
+        let send = async {
+            match dead_letter.grouping {
+                RequestGrouping::Batch => self.batches.send(record).await,
+                RequestGrouping::Alone => self.singles.send(record).await,
+            }
+        };
+        let mut send = pin!(send);
+        match tokio::time::timeout(SLOW, &mut send).await {
+            Ok(sent) => sent,
+            Err(_) => {
+                self.warn_of_delay(dead_letter);
+                send.await
+            }
         }
+    }
+
+    /// Logs that the broker has not confirmed a dead letter for [`SLOW`].
+    fn warn_of_delay(&self, dead_letter: &UnpublishedDeadLetter) {
+        let (topic, delivery) = (&dead_letter.topic, &dead_letter.rejected.delivery);
+        let Some(suppressed_lines) = self.due(topic, "delay", Instant::now()) else {
+            return;
+        };
+        tracing::warn!(
+            topic,
+            origin = %delivery.message.origin.name,
+            partition = delivery.receipt.partition,
+            offset = delivery.receipt.position,
+            waited = ?SLOW,
+            suppressed_lines,
+            "dead letter not confirmed yet; no offset from its message on is committed meanwhile; check that the dead-letter topic exists and that the brokers are reachable"
+        );
     }
 
     /// Logs that a dead letter could not be published, at most once per [`LOG_INTERVAL`] and topic.
