@@ -58,6 +58,9 @@ fn other_commands_work() {
     let rabbitmq = [("ONCEGATE_RABBITMQ_PREFETCH", "8")];
     let (code, output) = run(&["config", "check"], &rabbitmq);
     assert_eq!(code, Some(0), "{output}");
+    let chosen = [KAFKA.as_slice(), &[("ONCEGATE_GATE_BROKER", "rabbitmq")]].concat();
+    let (code, output) = run(&["config", "check"], &chosen);
+    assert_eq!(code, Some(0), "{output}");
     let (code, output) = run(&["plan", "--rate", "1000"], &[]);
     assert_eq!(code, Some(0), "{output}");
     // The broker that cannot be checked is named, and the other findings are printed.

@@ -50,7 +50,8 @@ impl Handler for Reconciling {
         Scripted.handle(body, cx).await
     }
 
-    async fn reconcile(&self, _: Raw, _: &Context) -> Result<Reconciled, Failure> {
+    async fn reconcile(&self, body: Raw, _: &Context) -> Result<Reconciled, Failure> {
+        assert!(body.0[..] != b"panic"[..], "reconcile has a bug");
         Err("the provider does not answer").retry()
     }
 }
@@ -116,6 +117,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     (0..150).for_each(|_| broker.publish(Message::new("without an id")));
     consume(Scripted, &broker, &store, Guarantee::EffectivelyOnce).await;
     broker.publish(Message::new("doubt").with_header("id", "pay-5"));
+    broker.publish(Message::new("panic").with_header("id", "pay-9"));
     consume(Reconciling, &broker, &store, Guarantee::AtMostOnce).await;
     let gate = Gate::builder().store(store).open().await.expect("a gate");
     gate.run("job-3", || async { Ok(()) })
@@ -202,7 +204,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
             .for_each(|field| assert!(line.contains(field), "{field} in {line}"))
     };
     let in_doubt = lines("WARN", "message in doubt");
-    let [reported, panicked, _] = in_doubt[..] else {
+    let [reported, panicked, _, _] = in_doubt[..] else {
         panic!("{in_doubt:#?}")
     };
     let cause = r#"error="it may have happened: no answer" last_error="the handler has no `reconcile`" origin=q"#;
@@ -225,7 +227,13 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         ],
     );
     let panics = lines("ERROR", "handler panicked");
-    assert_eq!(panics.len(), 1, "{panics:#?}");
+    assert_eq!(panics.len(), 2, "{panics:#?}");
+    let in_reconcile = lines("ERROR", "reconcile panicked");
+    assert_eq!(in_reconcile.len(), 1, "{in_reconcile:#?}");
+    has(
+        in_reconcile[0],
+        &[r#"id="pay-9""#, "reconcile has a bug", "origin=q"],
+    );
     has(
         panics[0],
         &[

@@ -705,6 +705,18 @@ mod tests {
         }
     }
 
+    /// With `Guarantee::Bare` a claim and a success leave the same marker.
+    #[test]
+    fn a_claim_without_a_record_of_success_is_not_called_handled() {
+        let mut evidence = evidence(MarkerState::Done, Destination::DeadLetters, &[]);
+        evidence.dead_letters.clear();
+        assert_eq!(of(&evidence).0, HandlingVerdict::Handled);
+        evidence.guarantee = Guarantee::Bare;
+        let (verdict, text) = of(&evidence);
+        assert_eq!(verdict, HandlingVerdict::Claimed);
+        assert!(!text.contains("It was handled"), "{text}");
+    }
+
     /// Operator actions that could not be read, such as a drop, change the answer.
     #[test]
     fn an_id_is_not_unknown_if_the_audit_was_not_read() {

@@ -242,6 +242,9 @@ async fn forget_previews_and_audits() {
 async fn completed_ids_do_not_run() {
     let cli = TestCli::new();
     write_one_marker_per_state(&cli).await;
+    cli.run(&["marker", "complete", "unknown", "--dry-run"])
+        .exits_with(0)
+        .prints("It would be done");
     cli.run(&["marker", "complete", "unknown"])
         .exits_with(4)
         .prints("would count as handled");

@@ -290,6 +290,22 @@ mod tests {
         assert_eq!(IdSource::header("id").check(), Ok(()));
     }
 
+    /// RabbitMQ has boolean headers, which arrive as text.
+    #[test]
+    fn a_truth_value_is_no_id() {
+        let read = |value: &str| {
+            let message = Message::new("").with_header("id", value.to_owned());
+            IdSource::header("id").read(&message)
+        };
+        for value in ["true", "false"] {
+            assert!(
+                matches!(read(value), Err(NoId::Unusable(text)) if text.contains("truth value")),
+                "{value}"
+            );
+        }
+        assert!(read("truest").is_ok());
+    }
+
     #[test]
     fn a_routing_key_that_all_messages_of_the_queue_have_is_no_id() {
         let message = |name: &str, position| Message {

@@ -478,3 +478,23 @@ async fn evicted_keys_are_detected() {
         "{memory:?}"
     );
 }
+
+/// A value of another program there would otherwise make the marker of each id count as unreadable.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_foreign_value_under_the_canary_key_is_named_and_grants_nothing() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let running = at(&server.url());
+    let granted = ask(&running, strict("before", 1)).await;
+    assert_eq!(granted.expect("a verdict"), GRANTED);
+    server.command("DEL processed:!canary").expect("a reply");
+    server
+        .command("RPUSH processed:!canary x")
+        .expect("a reply");
+    for store in [running, at(&server.url())] {
+        let refused = ask(&store, strict("after", 2)).await;
+        assert!(
+            matches!(&refused, Err(StoreError::Misconfigured(why)) if why.to_string().contains("!canary")),
+            "{refused:?}"
+        );
+    }
+}

@@ -340,6 +340,13 @@ async fn a_replica_and_too_few_replicas_apply_nothing() {
             "{answer:?}"
         );
     }
+    for guarantee in [Guarantee::EffectivelyOnce, Guarantee::Bare] {
+        let checked = at(&server.url()).preflight(guarantee).await;
+        assert!(
+            matches!(&checked, Err(StoreError::Misconfigured(why)) if why.to_string().contains("is a replica")),
+            "{checked:?}"
+        );
+    }
     let _: () = redis::cmd("REPLICAOF")
         .arg("NO")
         .arg("ONE")
