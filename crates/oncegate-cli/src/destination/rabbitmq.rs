@@ -209,6 +209,8 @@ pub(crate) struct QueueReader {
     /// The queue that is read.
     queue: String,
     connection: Connection,
+    /// RabbitMQ answers nothing on a connection that has published during a resource alarm.
+    publish_connection: Connection,
     read_channel: Channel,
     /// In confirm mode; opened for the first copy.
     publish_channel: Option<Channel>,
@@ -258,6 +260,7 @@ impl QueueReader {
             }
             _ => {}
         }
+        let publish_connection = connect(config).await?;
         let read_channel = within_limit(connection.create_channel()).await?;
         let total = u64::from(declare_passively(&read_channel, &queue).await?);
         let mut reader = Self {
@@ -265,6 +268,7 @@ impl QueueReader {
             source_queue,
             queue,
             connection,
+            publish_connection,
             read_channel,
             publish_channel: None,
             received: 0,
@@ -487,6 +491,11 @@ impl QueueReader {
         let _ = tokio::time::timeout(REQUEUE_TIMEOUT, self.wait_until_requeued(unacked)).await;
         let _ =
             tokio::time::timeout(REQUEST_TIMEOUT, self.connection.close(200, "OK".into())).await;
+        let publish_connection = &self.publish_connection;
+        if !publish_connection.status().blocked() {
+            let close = publish_connection.close(200, "OK".into());
+            let _ = tokio::time::timeout(REQUEST_TIMEOUT, close).await;
+        }
     }
 
     async fn wait_until_requeued(&self, unacked: u64) -> lapin::Result<()> {

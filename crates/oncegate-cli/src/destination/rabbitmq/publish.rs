@@ -1,8 +1,10 @@
 //! Publishes copies of messages: to the consumed queue, or in place of a message in its queue.
 
+use std::time::Duration;
+
 use lapin::message::Delivery;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
-use lapin::{BasicProperties, Channel};
+use lapin::{BasicProperties, Channel, Connection};
 
 use super::properties::{redriven_properties, replacement_properties};
 use super::{QueueReader, REQUEST_TIMEOUT, message_digest, reply_code, unacked, within_limit};
@@ -66,7 +68,7 @@ impl QueueReader {
         if let Some(channel) = &self.publish_channel {
             return Ok(channel.clone());
         }
-        let channel = within_limit(self.connection.create_channel()).await?;
+        let channel = within_limit(self.publish_connection.create_channel()).await?;
         within_limit(channel.confirm_select(ConfirmSelectOptions::default())).await?;
         Ok(self.publish_channel.insert(channel).clone())
     }
@@ -103,8 +105,11 @@ impl QueueReader {
             ..BasicPublishOptions::default()
         };
         let published = channel.basic_publish("".into(), queue.into(), options, body, properties);
-        let confirmed =
-            tokio::time::timeout(REQUEST_TIMEOUT, async { published.await?.await }).await;
+        let confirmed = tokio::time::timeout(REQUEST_TIMEOUT, async { published.await?.await });
+        let confirmed = tokio::select! {
+            confirmed = confirmed => confirmed,
+            () = until_blocked(&self.publish_connection) => return Err(SendError::Blocked),
+        };
         match confirmed {
             // A returned message is confirmed, too.
             Ok(Ok(answer)) => match answer.is_ack() && answer.take_message().is_none() {
@@ -114,6 +119,14 @@ impl QueueReader {
             Ok(Err(error)) => Err(SendError::ChannelFailed(error)),
             Err(_) => Err(SendError::TimedOut),
         }
+    }
+}
+
+/// Completes when RabbitMQ blocks the connection. It does so when the connection publishes during a
+/// resource alarm, and then answers nothing on it.
+async fn until_blocked(connection: &Connection) {
+    while !connection.status().blocked() {
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
@@ -127,6 +140,8 @@ enum SendError {
     ChannelFailed(lapin::Error),
     /// No confirmation arrived within [`REQUEST_TIMEOUT`].
     TimedOut,
+    /// RabbitMQ blocks publishing. It reads the copy when the alarm ends.
+    Blocked,
 }
 
 impl SendError {
@@ -144,6 +159,10 @@ impl SendError {
             ))),
             Self::TimedOut => PublishError::Unconfirmed(CliError::server(format!(
                 "RabbitMQ: the copy for `{queue}` was not confirmed within {REQUEST_TIMEOUT:?}"
+            ))),
+            Self::Blocked => PublishError::Unconfirmed(CliError::server(format!(
+                "RabbitMQ: the copy for `{queue}` is not confirmed, because a resource alarm (memory or disk) blocks publishing: free the \
+                 resource; `rabbitmq-diagnostics alarms` shows it"
             ))),
         }
     }

@@ -278,3 +278,52 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
         "refused reads did not increase the delivery count"
     );
 }
+
+/// RabbitMQ answers nothing on a connection that published during an alarm.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dead_letters_are_listed_and_not_redriven_during_a_resource_alarm() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start)
+        .await
+        .expect("no panic")
+        .expect("a server");
+    let source: Box<dyn Source> = Box::new(
+        RabbitMq::queue("payments")
+            .url(server.url())
+            .connect(ConnectOptions::default())
+            .await
+            .expect("the queues are declared"),
+    );
+    source
+        .close(Instant::now() + TEST_TIMEOUT)
+        .await
+        .expect("a clean end");
+    let cli = TestCli::new();
+    cli.configure(&format!(
+        "[rabbitmq]\nurl = \"{}\"\nqueue = \"payments\"\n",
+        server.url()
+    ));
+    publish_properties(
+        &server.url(),
+        "payments.dead-letters",
+        "{}",
+        BasicProperties::default(),
+    )
+    .await;
+    server
+        .control(&["set_vm_memory_high_watermark", "0"])
+        .expect("an alarm");
+    let count = |listed: Value| listed["messages"].as_array().map(Vec::len);
+    assert_eq!(count(cli.json(&["dead-letters", "list"])), Some(1));
+    let redrive = [
+        "dead-letters",
+        "redrive",
+        "--all",
+        "--accept-forgotten",
+        "--yes",
+    ];
+    cli.run(&redrive).exits_with(3).prints("resource alarm");
+    server
+        .control(&["set_vm_memory_high_watermark", "0.8"])
+        .expect("the end of the alarm");
+    assert_eq!(count(cli.json(&["dead-letters", "list"])), Some(1));
+}
