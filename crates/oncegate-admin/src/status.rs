@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use oncegate::{
-    ConsumerStatus, InFlightDelivery, LastStoreError, Position, Readiness, StoreSnapshot,
-    StoreState,
-};
+use oncegate::status::{InFlightDelivery, LastStoreError, StoreSnapshot, StoreState};
+use oncegate::{ConsumerStatus, Position, Readiness};
 use serde::Serialize;
 
 use crate::last_errors::{LastErrors, LogLine, MAX_LINE_BYTES, truncation_point};
@@ -240,8 +238,8 @@ impl WatchedSource {
 
 #[cfg(feature = "kafka")]
 impl PartitionView {
-    fn of(status: &oncegate::PartitionStatus) -> Self {
-        use oncegate::{BlockedBy, Blocker};
+    fn of(status: &oncegate::status::PartitionStatus) -> Self {
+        use oncegate::status::{BlockedBy, Blocker};
         let waits_for = status.blocker.map(
             |Blocker {
                  offset,

@@ -18,6 +18,7 @@ pub struct Metric {
 
 /// What kind of number a metric is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Kind {
     /// It only grows, from the start of the process.
     Counter,

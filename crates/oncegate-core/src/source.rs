@@ -89,6 +89,7 @@ pub struct SourceProperties {
 /// How full the consumer's queue is, in which deliveries wait for their next attempt or for others
 /// of their key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum QueueLevel {
     /// Less than half of `max_queued` and of `max_queued_bytes`.
     #[default]

@@ -10,27 +10,23 @@ pub mod prelude;
 
 // The consumer and its settings.
 pub use oncegate_core::{
-    Builder, Consumer, ConsumerSnapshot, ConsumerStatus, DeliveryState, DrainHandle, Error,
-    Execution, Fingerprint, Fingerprints, Guarantee, IdSource, InFlightDelivery, LastStoreError,
-    Order, Outage, Readiness, Scope, Shadow, ShadowOutcome, ShadowReport, StoreSnapshot,
-    StoreState, shutdown_signal,
+    Builder, Consumer, ConsumerStatus, DrainHandle, Error, Execution, Fingerprints, Guarantee,
+    IdSource, Order, Outage, Readiness, Scope, Shadow, ShadowOutcome, ShadowReport,
+    shutdown_signal,
 };
 // Handlers.
 pub use oncegate_core::{
-    Context, Decode, Failure, FailureExt, Handler, Inbox, IntoCause, IntoFailure, Json, Raw,
-    RawBytes, Reconciled, TransactionalHandler, async_trait,
+    Context, Decode, Failure, FailureExt, Handler, Inbox, Json, Raw, RawBytes, Reconciled,
+    TransactionalHandler, async_trait,
 };
 // Work without a broker.
-pub use oncegate_core::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
+pub use oncegate_core::{Gate, GateError, RunOutcome, WhenHeld};
 // Messages.
-pub use oncegate_core::{Headers, HeadersBuilder, Key, Message, MessageId, Origin, Position};
-// What sources and stores implement.
-pub use oncegate_core::{
-    Connect, ConnectOptions, Delivery, FailureHistory, Incoming, Limit, Persistence, QueueLevel,
-    Receipt, RetryDelays, Settled, Source, SourceError, SourceProperties, Store, StoreError,
-};
+pub use oncegate_core::{Headers, Key, Message, MessageId, Origin, Position};
+// Sources and stores. What only their implementations need is in `source` and `store`.
+pub use oncegate_core::{Persistence, Source, SourceError, Store, StoreError};
 // In memory.
-pub use oncegate_core::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
+pub use oncegate_core::{MemoryBroker, MemoryStore};
 
 #[doc(hidden)]
 pub use oncegate_core::fault;
@@ -40,19 +36,27 @@ pub use oncegate_core::{
 };
 
 #[cfg(feature = "rabbitmq")]
-pub use oncegate_amqp::{
-    QueueKind, RABBITMQ_METRICS, RabbitMq, RabbitMqSnapshot, RabbitMqSource, RabbitMqStatus,
-    Rejects, Topology,
-};
+pub use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSource, RabbitMqStatus, Rejects, Topology};
 #[cfg(feature = "kafka")]
 pub use oncegate_kafka::{
-    BlockedBy, Blocker, GroupProtocol, KAFKA_METRICS, Kafka, KafkaLogin, KafkaSource, KafkaStatus,
-    OutOfRange, PartitionStatus, StartAt, TopicCreation,
+    GroupProtocol, Kafka, KafkaLogin, KafkaSource, KafkaStatus, OutOfRange, StartAt, TopicCreation,
 };
 #[cfg(feature = "redis")]
-pub use oncegate_redis::{Durability, REDIS_METRICS, Redis};
+pub use oncegate_redis::{Durability, Redis};
 #[cfg(feature = "sqlite")]
-pub use oncegate_sql::{SQLITE_METRICS, Sqlite, Synchronous};
+pub use oncegate_sql::{Sqlite, Synchronous};
+
+/// What `ConsumerStatus`, `KafkaStatus` and `RabbitMqStatus` show.
+pub mod status {
+    #[cfg(feature = "rabbitmq")]
+    pub use oncegate_amqp::RabbitMqSnapshot;
+    pub use oncegate_core::{
+        ConsumerSnapshot, DeliveryState, InFlightDelivery, LastStoreError, StoreSnapshot,
+        StoreState,
+    };
+    #[cfg(feature = "kafka")]
+    pub use oncegate_kafka::{BlockedBy, Blocker, PartitionStatus};
+}
 
 /// For tools that inspect a Redis store: an estimate of its memory, its markers and its servers.
 #[cfg(feature = "redis")]

@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use oncegate::source::Connect;
 use oncegate::{
-    Connect, Consumer, Context, Durability, Execution, Failure, FailureExt, Handler, IdSource,
-    KafkaLogin, Order, Reconciled, Redis,
+    Consumer, Context, Durability, Execution, Failure, FailureExt, Handler, IdSource, KafkaLogin,
+    Order, Reconciled, Redis,
 };
 use oncegate_testkit::servers::SENTINEL_NAME;
 

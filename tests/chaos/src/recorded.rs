@@ -5,12 +5,11 @@ use std::time::Instant;
 
 use oncegate::lifecycle::Settlement;
 use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
+use oncegate::source::Connect;
 use oncegate::source::{
     ConnectOptions, Delivery, Incoming, Limit, QueueLevel, Settled, SourceProperties,
 };
-use oncegate::{
-    Connect, Message, Persistence, Source, SourceError, Store, StoreError, async_trait,
-};
+use oncegate::{Message, Persistence, Source, SourceError, Store, StoreError, async_trait};
 
 use crate::ledger::{Log, SettlementKind, StoreOperation, What};
 use crate::message::ID_HEADER;

@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
+use oncegate::source::Connect;
 use oncegate::{
-    Builder, Connect, Consumer, Decode, Error, GroupProtocol, Guarantee, Handler, IdSource, Kafka,
-    RabbitMq, Redis, TopicCreation, Topology, shutdown_signal,
+    Builder, Consumer, Decode, Error, GroupProtocol, Guarantee, Handler, IdSource, Kafka, RabbitMq,
+    Redis, TopicCreation, Topology, shutdown_signal,
 };
 use oncegate_tests::counters::DeliveryRecorder;
 use oncegate_tests::diary::Diary;

@@ -8,7 +8,8 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
-use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
+use oncegate::source::{Connect, ConnectOptions};
+use oncegate::{RabbitMq, Source};
 
 use crate::broker::{RejectedMessage, Sent};
 

@@ -7,9 +7,10 @@
 use std::time::Duration;
 
 use clap::Args;
+use oncegate::Guarantee;
+use oncegate::marker::Fingerprint;
 use oncegate::marker::{Effect, Marker};
 use oncegate::source::headers;
-use oncegate::{Fingerprint, Guarantee};
 
 use super::{CopyAge, DeadLetter, DeadLetterState};
 use crate::CliContext;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use lapin::BasicProperties;
 use lapin::types::AMQPValue;
-use oncegate::{Connect, ConnectOptions, Kafka, RabbitMq};
+use oncegate::source::{Connect, ConnectOptions};
+use oncegate::{Kafka, RabbitMq};
 use oncegate_testkit::proxy::{Proxy, RequestFault};
 
 use crate::cli::TestCli;

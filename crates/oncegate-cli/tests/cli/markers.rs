@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncegate::Fingerprint;
+use oncegate::marker::Fingerprint;
 use oncegate::marker::{Ask, Attempts, Effect, Guarantee, Marker, Terms, Verdict};
 
 use crate::cli::{TestCli, terms};

@@ -7,7 +7,8 @@ use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Connection, ConnectionProperties};
-use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
+use oncegate::source::{Connect, ConnectOptions};
+use oncegate::{RabbitMq, Source};
 use oncegate_testkit::servers::{RabbitOptions, RabbitServer};
 
 use crate::cli::TestCli;

@@ -1,7 +1,8 @@
 //! Correct code that resembles the mistakes.
 // compiles
 
-use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, IntoFailure, MemoryBroker, MemoryStore};
+use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, MemoryStore};
+use oncegate::handler::{IntoFailure};
 
 struct Print;
 

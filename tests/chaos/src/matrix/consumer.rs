@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use oncegate::source::Connect;
 use oncegate::{
-    Connect, Consumer, Context, Failure, FailureExt, Handler, IdSource, Reconciled, Redis, Rejects,
-    Sqlite, Store, Topology, fault,
+    Consumer, Context, Failure, FailureExt, Handler, IdSource, Reconciled, Redis, Rejects, Sqlite,
+    Store, Topology, fault,
 };
 
 use super::store_faults::{FaultyStore, StallRecorder, StoreFault};

@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use lapin::BasicProperties;
 use lapin::types::AMQPValue;
-use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
+use oncegate::source::{Connect, ConnectOptions};
+use oncegate::{RabbitMq, Source};
 use oncegate_testkit::servers::{RabbitServer, ServerSet};
 use serde_json::Value;
 

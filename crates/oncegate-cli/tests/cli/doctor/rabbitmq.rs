@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
+use oncegate::source::{Connect, ConnectOptions};
+use oncegate::{RabbitMq, Source};
 use oncegate_testkit::proxy::{Proxy, RequestFault};
 use oncegate_testkit::servers::RabbitServer;
 
