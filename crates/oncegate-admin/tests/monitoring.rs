@@ -74,7 +74,7 @@ fn is_of(series: &str, name: &str, kind: Kind) -> bool {
         Kind::Histogram => series
             .strip_prefix(name)
             .is_some_and(|suffix| ["_bucket", "_count", "_sum"].contains(&suffix)),
-        Kind::Counter | Kind::Gauge => series == name,
+        _ => series == name,
     }
 }
 

@@ -31,6 +31,8 @@ const VALUE_MESSAGES: &[(&str, &str, &[&str])] = &[
         "{server} {warning}",
         &[
             "has version {version}, which supports only Guarantee::Bare, as configured",
+            "has maxmemory-policy {policy}",
+            "rejects {name} at the moment",
             "uses {used} of {limit} bytes of memory",
             "has a clock that differs",
             "has {replicas} replicas",
