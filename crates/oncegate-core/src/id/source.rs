@@ -293,8 +293,8 @@ mod tests {
     /// RabbitMQ has boolean headers, which arrive as text.
     #[test]
     fn a_truth_value_is_no_id() {
-        let read = |value: &str| {
-            let message = Message::new("").with_header("id", value.to_owned());
+        let read = |value: &'static str| {
+            let message = Message::new("").with_header("id", value);
             IdSource::header("id").read(&message)
         };
         for value in ["true", "false"] {
