@@ -18,16 +18,6 @@
 //!   *Code:* `ConfirmWindow` in `protocol`: no outstanding confirm counts. *Upstream:* nothing to report:
 //!   `basic.return` has no delivery tag. *Test:*
 //!   `copies::a_missing_dead_letter_queue_affects_no_copy_to_another_queue`. Stays.
-//! - *Symptom:* a frame that lapin cannot parse closes the connection, without the delivery tag.
-//!   *Code:* the prefetch of 1 (`PrefetchMode::OneByOne`) in `driver`. *Upstream:*
-//!   `docs/upstream/lapin-unparsable-delivery.md`. *Test:*
-//!   `recovery::an_unparsable_message_blocks_later_messages_and_not_earlier_ones`. *May be removed*
-//!   when lapin reports such a message as a delivery.
-//! - *Symptom:* a quorum queue that refused a publish because it was full refuses all later ones on the
-//!   same channel, also after its limit was removed or raised. *Code:* `destination_publisher` closes
-//!   such a channel. *Upstream:* rabbitmq/rabbitmq-server#12206, fixed by #12310 for 3.13 and 4.0. *Test:*
-//!   `limits::refused_dead_letters_are_published_once_the_queue_has_room`. *May be removed* when the
-//!   oldest supported release has the fix.
 //! - *Symptom:* requeuing many messages by one `basic.nack` loses their order. *Code:*
 //!   `CloseMode::CloseOnly` in `protocol`. *Upstream:* `docs/upstream/rabbitmq-nack-order.md`. *Test:*
 //!   `releases::deliveries_to_a_stopping_ordered_consumer_are_requeued_in_order`. *May be removed*
@@ -36,10 +26,6 @@
 //!   messages of the first are requeued. *Code:* `CloseMode::StayActive` in `protocol`. *Upstream:*
 //!   nothing to report: `basic.cancel` leaves unacknowledged messages with the channel. *Test:*
 //!   `nodes::with_a_single_active_consumer_order_by_key_holds_across_a_fleet`. Stays.
-//! - *Symptom:* closing a channel counts towards the delivery limit for every message that it holds
-//!   (RabbitMQ 4.3; `basic.nack` does not count there). *Code:* `requeue_unsettled` in `session`.
-//!   *Upstream:* nothing to report: rabbitmq/rabbitmq-server#15387 introduced the distinction. *Test:*
-//!   `releases::closing_rejects_failed_deliveries_and_nacks_the_others`. Stays.
 
 pub(crate) mod backoff;
 pub(crate) mod close_delay;
@@ -54,11 +40,15 @@ pub(crate) mod handshake;
 pub(crate) mod incoming_queue;
 pub(crate) mod ipv6_url;
 pub(crate) mod lost_consumer_probe;
+pub(crate) mod next_ready;
 pub(crate) mod node;
+pub(crate) mod one_by_one;
 pub(crate) mod open_session;
 pub(crate) mod problem_throttle;
 pub(crate) mod publisher;
 pub(crate) mod quiet_executor;
+pub(crate) mod refusing_channel;
+pub(crate) mod requeue;
 pub(crate) mod sanitized_stream;
 pub(crate) mod session;
 pub(crate) mod stream_refusal;

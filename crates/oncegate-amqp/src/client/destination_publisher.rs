@@ -2,12 +2,10 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, Wake, Waker};
 
+use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
-use futures_util::{Stream, StreamExt};
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{Channel, Confirmation, Connection};
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -16,8 +14,9 @@ use tokio::time::Instant;
 use crate::client::backoff::Backoff;
 use crate::client::confirm_timeout::CONFIRM_TIMEOUT;
 use crate::client::connector::{code, reply_code};
-use crate::client::declare;
+use crate::client::next_ready::next_ready;
 use crate::client::publisher::PublisherContext;
+use crate::client::refusing_channel;
 use crate::protocol::confirm_window::{ConfirmWindow, FailedWindow, PublishFailure};
 use crate::protocol::message_copy::MessageCopy;
 
@@ -95,8 +94,14 @@ impl DestinationPublisher {
                 ChannelEnd::ClosedWhileIdle => return Ok(()),
                 ChannelEnd::Failed(mut failed) => {
                     if let PublishFailure::ReturnedOrNacked(problem) = &mut failed.failure {
-                        self.repair(&connection, &channel, problem, &failed.unconfirmed)
-                            .await;
+                        refusing_channel::redeclare_and_close(
+                            &self.context.source,
+                            &connection,
+                            &channel,
+                            problem,
+                            &failed.unconfirmed,
+                        )
+                        .await;
                     }
                     failed
                 }
@@ -217,32 +222,6 @@ impl DestinationPublisher {
         }
     }
 
-    /// Declares the queue again after a copy was returned or nacked, and closes the channel: a quorum
-    /// queue may refuse later copies on it after the queue has room again; see `client`. Limited to
-    /// [`CONFIRM_TIMEOUT`], because nothing is published while it runs.
-    async fn repair(
-        &mut self,
-        connection: &Connection,
-        channel: &Channel,
-        problem: &mut String,
-        copies: &[Arc<MessageCopy>],
-    ) {
-        let source = &self.context.source;
-        let repaired = tokio::time::timeout(CONFIRM_TIMEOUT, async {
-            let declared = match copies.first() {
-                Some(copy) => declare::redeclare(connection, source, &copy.destination).await,
-                None => Ok(()),
-            };
-            let _ = channel.close(200, "OK".into()).await;
-            declared
-        });
-        match repaired.await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => problem.push_str(&format!("; declaring the queue failed: {error}")),
-            Err(_) => problem.push_str("; declaring the queue and closing the channel took longer than the confirm timeout"),
-        }
-    }
-
     /// Moves the unconfirmed copies to the front of `waiting`, and sets the time of the next attempt.
     fn retry_unconfirmed(&mut self, failed: FailedWindow<Arc<MessageCopy>>) {
         let is_probably_caused_by_one_copy = failed.is_probably_caused_by_one_copy();
@@ -289,31 +268,6 @@ impl DestinationPublisher {
 
 fn confirm_timed_out() -> String {
     format!("no publisher confirm within {CONFIRM_TIMEOUT:?}")
-}
-
-/// The next item if one is ready, without waiting. Polls again if the stream was woken: a
-/// `FuturesUnordered` does not poll all futures if two of them are woken while they are polled, as
-/// futures that are still publishing do.
-fn next_ready<S: Stream + Unpin>(items: &mut S) -> Option<S::Item> {
-    let flag = Arc::new(WakeFlag::default());
-    let waker = Waker::from(Arc::clone(&flag));
-    loop {
-        match items.poll_next_unpin(&mut Context::from_waker(&waker)) {
-            Poll::Ready(item) => return item,
-            Poll::Pending if flag.0.swap(false, Ordering::AcqRel) => {}
-            Poll::Pending => return None,
-        }
-    }
-}
-
-/// Whether its waker was called.
-#[derive(Default)]
-struct WakeFlag(AtomicBool);
-
-impl Wake for WakeFlag {
-    fn wake(self: Arc<Self>) {
-        self.0.store(true, Ordering::Release);
-    }
 }
 
 /// Opens a channel with publisher confirms.
@@ -388,8 +342,6 @@ fn fault_point(copy: &MessageCopy, delay: &str, dead_letter: &str) {
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
-
-    use futures_util::FutureExt;
 
     use super::*;
     use crate::RabbitMq;
@@ -480,15 +432,6 @@ mod tests {
             (publisher.isolated.len(), publisher.waiting.len()),
             (MAX_ISOLATED, 500 - MAX_ISOLATED)
         );
-    }
-
-    /// Futures that are woken while they are polled, as publishing ones are, are before a confirm.
-    #[test]
-    fn a_confirm_behind_futures_that_are_being_woken_is_ready() {
-        let publishing = || tokio::task::yield_now().map(|()| "published").boxed();
-        let confirm = std::future::ready("confirm").boxed();
-        let mut confirms = FuturesUnordered::from_iter([publishing(), publishing(), confirm]);
-        assert_eq!(next_ready(&mut confirms), Some("confirm"));
     }
 
     #[test]

@@ -18,6 +18,7 @@ use crate::client::backoff::Backoff;
 use crate::client::context::SourceContext;
 use crate::client::incoming_queue::IncomingSender;
 use crate::client::lost_consumer_probe::{LONG_PROBE_INTERVAL, PROBE_INTERVAL};
+use crate::client::one_by_one::PrefetchMode;
 use crate::client::open_session::{self, MAX_RECONNECT_PAUSE};
 use crate::client::publisher::{ConfirmedCopy, CopyPublisher};
 use crate::client::session::{ChannelLoss, ConsumerSession, SessionEvent};
@@ -25,15 +26,6 @@ use crate::protocol::CurrentTime;
 use crate::protocol::channel_deliveries::{FlushMode, IntakeState, SettleAction};
 use crate::protocol::incoming;
 
-/// A channel that was open for longer than this resets the backoff. One that fails at once must not.
-const STABLE_AFTER: Duration = Duration::from_secs(2);
-/// A channel in [`PrefetchMode::OneByOne`] that was open for longer than this resets the backoff.
-const STABLE_ONE_BY_ONE_AFTER: Duration = Duration::from_secs(10);
-/// How long a channel in [`PrefetchMode::OneByOne`] is open, at least, before the prefetch is
-/// restored.
-const MIN_ONE_BY_ONE_TIME: Duration = Duration::from_secs(300);
-/// The longest pause before reconnecting after a message that the client cannot parse.
-const MAX_UNPARSABLE_PAUSE: Duration = Duration::from_secs(30);
 /// How long sending the last acknowledgements may take after the deadline.
 const LAST_ACK_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long closing a channel or a connection may take.
@@ -119,24 +111,6 @@ enum SessionState {
     Open(Box<ConsumerSession>),
     Opening(BoxFuture<'static, ConsumerSession>),
     Closed,
-}
-
-/// The prefetch that the driver requests.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum PrefetchMode {
-    Normal,
-    /// A prefetch of 1 after a message that the client could not parse: such a message closes the
-    /// connection, and other unacknowledged deliveries would be redelivered each time.
-    OneByOne,
-}
-
-impl PrefetchMode {
-    fn prefetch(self, context: &SourceContext) -> u16 {
-        match self {
-            Self::Normal => context.prefetch,
-            Self::OneByOne => 1,
-        }
-    }
 }
 
 /// Why the loop of the driver ended.
@@ -371,9 +345,8 @@ impl AmqpDriver {
     /// Whether [`PrefetchMode::OneByOne`] may end. No delivery may be unacknowledged, because the
     /// replacement of the channel would redeliver it.
     fn can_restore_prefetch(&self) -> bool {
-        self.prefetch_mode == PrefetchMode::OneByOne
+        self.prefetch_mode.may_end(self.opened_at)
             && self.intake == IntakeState::Open
-            && self.opened_at.elapsed() > MIN_ONE_BY_ONE_TIME
             && matches!(&self.session, SessionState::Open(session) if session.is_idle())
     }
 
@@ -417,22 +390,12 @@ impl AmqpDriver {
         let closed = tokio::spawn(session.close(CLOSE_TIMEOUT));
         if self.intake == IntakeState::Open {
             self.epoch += 1;
-            match (loss, self.prefetch_mode) {
-                (ChannelLoss::UnparsableFrame(_), PrefetchMode::Normal) => {
-                    (self.prefetch_mode, self.backoff) =
-                        (PrefetchMode::OneByOne, Backoff::up_to(MAX_UNPARSABLE_PAUSE))
-                }
-                (_, PrefetchMode::Normal) if self.opened_at.elapsed() > STABLE_AFTER => {
-                    self.backoff = Backoff::up_to(MAX_RECONNECT_PAUSE)
-                }
-                (_, PrefetchMode::OneByOne)
-                    if self.opened_at.elapsed() > STABLE_ONE_BY_ONE_AFTER =>
-                {
-                    self.backoff.reset()
-                }
-                _ => {}
-            }
-            let prefetch = self.prefetch_mode.prefetch(&self.context);
+            let is_unparsable = matches!(loss, ChannelLoss::UnparsableFrame(_));
+            let backoff = std::mem::take(&mut self.backoff);
+            (self.prefetch_mode, self.backoff) =
+                self.prefetch_mode
+                    .after_loss(is_unparsable, self.opened_at, backoff);
+            let prefetch = self.prefetch_mode.prefetch(self.context.prefetch);
             // Ready messages without a delivery do not prove a lost consumer: another consumer may be
             // the queue's single active one. The probe of the new channel runs rarely until its first
             // delivery.

@@ -6,8 +6,7 @@ use std::time::Duration;
 use futures_util::future::{BoxFuture, try_join_all};
 use futures_util::{FutureExt, StreamExt};
 use lapin::options::{
-    BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions,
-    BasicRejectOptions,
+    BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicQosOptions, BasicRejectOptions,
 };
 use lapin::{Channel, Connection, Consumer, ErrorKind};
 use oncegate_core::fault;
@@ -34,7 +33,7 @@ const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 pub(crate) struct ConsumerSession {
     pub(crate) deliveries: ChannelDeliveries,
     connection: Arc<Connection>,
-    channel: Channel,
+    pub(super) channel: Channel,
     consumer: Option<Consumer>,
     /// Why the consumer ended, if that was found while its last deliveries were read.
     consumer_loss: Option<ChannelLoss>,
@@ -235,7 +234,7 @@ impl ConsumerSession {
         }
     }
 
-    async fn cancel(&mut self) {
+    pub(super) async fn cancel(&mut self) {
         let Some(consumer) = self.consumer.take() else {
             return;
         };
@@ -283,39 +282,6 @@ impl ConsumerSession {
         }
         let _ = tokio::time::timeout(timeout, self.channel.close(200, "OK".into())).await;
         connector::close(&self.connection, timeout).await;
-    }
-
-    /// Requeues unsettled deliveries: released ones, which failed, by `basic.reject`, and all others by
-    /// `basic.nack`. Since RabbitMQ 4.3 the former count towards the delivery limit and the latter do
-    /// not; closing the channel would count for all.
-    async fn requeue_unsettled(&mut self) -> lapin::Result<()> {
-        // First, because requeued messages would be delivered to this consumer again, and closing the
-        // channel would count them.
-        self.cancel().await;
-        fault::point("amqp.requeue.before");
-        let mut rejected = 0;
-        for tag in self.deliveries.take_failed_tags() {
-            rejected += 1;
-            self.channel
-                .basic_reject(tag, BasicRejectOptions { requeue: true })
-                .await?;
-            fault::point("amqp.requeue.rejected");
-        }
-        // Tag 0 with `multiple` means all unacknowledged deliveries.
-        self.channel
-            .basic_nack(
-                0,
-                BasicNackOptions {
-                    multiple: true,
-                    requeue: true,
-                },
-            )
-            .await?;
-        fault::point("amqp.requeue.after");
-        let mut close_delay = CloseDelay::default();
-        close_delay.acks_sent(rejected);
-        close_delay.wait().await;
-        Ok(())
     }
 
     /// Whether the consumer would receive a ready message: it is consuming, and the prefetch has room.

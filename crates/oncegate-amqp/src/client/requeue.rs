@@ -1,0 +1,50 @@
+//! Requeues unsettled deliveries before a channel is closed.
+//!
+//! # Workaround
+//! - *Symptom:* closing a channel counts towards the delivery limit for every message that it holds, also
+//!   for those that did not fail. *Version:* RabbitMQ 4.3, where `basic.reject` counts and `basic.nack`
+//!   does not.
+//! - *Upstream:* nothing to report: rabbitmq/rabbitmq-server#15387 introduced the distinction.
+//! - *Test:* `releases::closing_rejects_failed_deliveries_and_nacks_the_others` in `tests/amqp`.
+//! - Stays.
+
+use lapin::options::{BasicNackOptions, BasicRejectOptions};
+use oncegate_core::fault;
+
+use crate::client::close_delay::CloseDelay;
+use crate::client::session::ConsumerSession;
+
+impl ConsumerSession {
+    /// Requeues unsettled deliveries: released ones, which failed, by `basic.reject`, and all others by
+    /// `basic.nack`. Since RabbitMQ 4.3 the former count towards the delivery limit and the latter do
+    /// not; closing the channel would count for all.
+    pub(super) async fn requeue_unsettled(&mut self) -> lapin::Result<()> {
+        // First, because requeued messages would be delivered to this consumer again, and closing the
+        // channel would count them.
+        self.cancel().await;
+        fault::point("amqp.requeue.before");
+        let mut rejected = 0;
+        for tag in self.deliveries.take_failed_tags() {
+            rejected += 1;
+            self.channel
+                .basic_reject(tag, BasicRejectOptions { requeue: true })
+                .await?;
+            fault::point("amqp.requeue.rejected");
+        }
+        // Tag 0 with `multiple` means all unacknowledged deliveries.
+        self.channel
+            .basic_nack(
+                0,
+                BasicNackOptions {
+                    multiple: true,
+                    requeue: true,
+                },
+            )
+            .await?;
+        fault::point("amqp.requeue.after");
+        let mut close_delay = CloseDelay::default();
+        close_delay.acks_sent(rejected);
+        close_delay.wait().await;
+        Ok(())
+    }
+}
