@@ -4,30 +4,19 @@
 //! | --- | --- |
 //! | `topics`, `retention` | before the group is joined: topics exist and retain dead letters |
 //! | `poll`, `assignment_wait` | the polling thread, the only one that serves the group |
-//! | `callbacks`, `rebalance`, `records`, `start_position`, `time_budget`, `topic_ids`, `commits` | what runs on that thread: rebalances, records, errors, offsets |
+//! | `callbacks`, `rebalance`, `records`, `start_position`, `time_budget`, `topic_ids`, `commits`, `error_position`, `lowered_commit` | what runs on that thread: rebalances, records, errors, offsets |
 //! | `watch`, `stall`, `missing_topics`, `lost_metadata` | a second client and thread: lag, stalled partitions, deleted topics, the group coordinator |
 //! | `dead_letters` | the producers |
 //! | `batch` | reading in batches: the only `unsafe` code |
-//! | `log`, `error`, `connection_errors`, `statistics`, `topic_id_log`, `cluster_id`, `commit_metadata` | parts of the wrapper |
+//! | `log`, `error`, `connection_errors`, `statistics`, `missing_topic_log`, `topic_id_log`, `cluster_id`, `commit_metadata` | parts of the wrapper |
 //!
 //! # Workarounds
 //!
 //! `docs/upstream/README.md` lists all of them with their upstream issues or reports. Each module
-//! describes its own: `batch`, `cluster_id`, `commit_metadata`, `lost_metadata`, `statistics`,
-//! `topic_id_log`. These are part of the source, because they depend on its state; seen with
-//! librdkafka 2.12.1 and rdkafka 0.39.0:
+//! describes its own: `batch`, `cluster_id`, `commit_metadata`, `error_position`, `lost_metadata`,
+//! `lowered_commit`, `missing_topic_log`, `statistics`, `topic_id_log`. This one is part of the source,
+//! because it depends on its state; seen with librdkafka 2.12.1:
 //!
-//! - *Symptom:* in `rd_kafka_consume_batch_queue` an error of a partition advances the position like a
-//!   message: after a rebalance, reading resumes one message too far. *Code:* `records` seeks after
-//!   each error (`seek_after_last_read`). *Upstream:*
-//!   `docs/upstream/librdkafka-batch-error-position.md`. *Test:*
-//!   `a_rebalance_after_a_fetch_that_failed_skips_nothing` in `tests/kafka`. *May be removed* when
-//!   the position does not change.
-//! - *Symptom:* a stored offset below the committed one is never committed. *Code:* `partition`
-//!   commits the first offset of each assignment at once (`SendMode::Immediate`). *Upstream:*
-//!   confluentinc/librdkafka#1372 (open); #1538 and #1558 describe a shortened log. *Test:*
-//!   `a_log_that_was_truncated_below_the_committed_offset_commits_lower` in `tests/kafka`. *May be
-//!   removed* when librdkafka commits each changed offset.
 //! - *Symptom:* an error response resets the cached log start offset. *Code:* `partition`
 //!   keeps offset gaps until it is known. *Upstream:*
 //!   `docs/upstream/librdkafka-watermarks-after-error.md`. *Test:*
@@ -47,8 +36,11 @@ mod commits;
 pub(crate) mod connection_errors;
 pub(crate) mod dead_letters;
 pub(crate) mod error;
+mod error_position;
 mod log;
 mod lost_metadata;
+mod lowered_commit;
+mod missing_topic_log;
 mod missing_topics;
 pub(crate) mod poll;
 mod rebalance;

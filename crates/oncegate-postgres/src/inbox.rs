@@ -11,9 +11,10 @@ use oncegate_core::marker::{Age, Marker, Operation, Verdict, apply};
 use oncegate_core::store::BoxError;
 use oncegate_core::{Guarantee, Inbox, Persistence, Store, StoreError};
 use sqlx::postgres::PgConnection;
-use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, Row, Transaction, query};
+use sqlx::{AssertSqlSafe, Executor, PgPool, Row, Transaction, query};
 
 use crate::apply::{expires_after, unreadable};
+use crate::dropped_begin;
 use crate::failure;
 use crate::preflight;
 use crate::statement::{SelectedRow, decode_row};
@@ -184,11 +185,7 @@ impl PostgresTransaction {
     /// The transaction was rolled back by a `begin()` that failed or was dropped. The message is handled
     /// again.
     pub fn connection(&mut self) -> &mut PgConnection {
-        assert!(
-            self.inner.is_in_transaction(),
-            "the transaction was rolled back by a begin() of a savepoint that failed or was dropped: return the error of a statement before \
-             the next one, and do not drop begin() before it has ended"
-        );
+        dropped_begin::assert_in_transaction(&self.inner);
         &mut self.inner
     }
 }
@@ -251,10 +248,7 @@ impl Inbox for PostgresInbox {
         claim: &Operation,
         longest_run: Duration,
     ) -> Result<BeginResult<PostgresTransaction>, BoxError> {
-        // In a task: if a `begin` is dropped, sqlx returns its connection to the pool with an open
-        // transaction.
-        let pool = self.pool.clone();
-        let mut transaction = tokio::spawn(async move { pool.begin().await }).await??;
+        let mut transaction = dropped_begin::begin(&self.pool).await?;
         let mut inserted = insert(&mut transaction, claim, longest_run, Replace::Expired).await?;
         if inserted.is_none() {
             let row = query(LOCK).bind(claim.key.as_str());

@@ -9,6 +9,7 @@
 mod apply;
 mod browse;
 mod connections;
+mod dropped_begin;
 mod failure;
 mod inbox;
 mod metric;

@@ -15,7 +15,7 @@ use rdkafka::types::RDKafkaRespErr;
 use super::batch::MessageQueue;
 use super::connection_errors::ConnectionErrors;
 use super::topic_ids::TopicIds;
-use super::{error, lock, log, missing_topics, statistics};
+use super::{error, lock, log, missing_topic_log, statistics};
 use crate::partition::PartitionEvent;
 use crate::settings::{Kafka, OutOfRange, StartAt};
 use crate::shared::SharedState;
@@ -108,7 +108,7 @@ impl CallbackContext {
 impl ClientContext for CallbackContext {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
         self.topics.on_log_line(line);
-        if missing_topics::is_missing_line(facility, line) {
+        if missing_topic_log::is_missing_line(facility, line) {
             self.shared.lock().client.suspect_missing_topic(true);
             return tracing::debug!(facility, "{line}");
         }

@@ -1,11 +1,11 @@
 //! Stores and commits offsets.
 
 use oncegate_core::fault;
-use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
 use super::log::log_error;
-use crate::partition::SendMode;
+use super::lowered_commit;
 use crate::shared::{OffsetCommit, SharedState};
 
 /// Stores the offsets to commit. librdkafka commits a stored offset within
@@ -25,21 +25,12 @@ pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Sha
         tracing::debug!(%error, "cannot store offsets of a revoked partition");
     }
     fault::point("kafka.commit.stored");
-    let sent = partition_list(
-        commits
-            .iter()
-            .filter(|commit| commit.mode == SendMode::Immediate),
-    );
-    if sent.count() > 0 {
-        log_error(
-            "cannot commit offsets; they are committed after the next settlement; check the group coordinator",
-            consumer.commit(&sent, CommitMode::Async),
-        );
-        fault::point("kafka.commit.sent");
-    }
+    lowered_commit::commit_at_once(consumer, &commits);
 }
 
-fn partition_list<'a>(commits: impl Iterator<Item = &'a OffsetCommit>) -> TopicPartitionList {
+pub(super) fn partition_list<'a>(
+    commits: impl Iterator<Item = &'a OffsetCommit>,
+) -> TopicPartitionList {
     let mut list = TopicPartitionList::new();
     for commit in commits {
         let mut element = list.add_partition(&commit.topic, commit.partition);

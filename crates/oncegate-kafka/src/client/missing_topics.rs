@@ -25,18 +25,6 @@ pub(super) fn is_missing(code: RDKafkaErrorCode) -> bool {
     )
 }
 
-/// Whether this line of librdkafka's log, which has no code, says the same. librdkafka writes one a
-/// second for each partition.
-pub(super) fn is_missing_line(facility: &str, line: &str) -> bool {
-    facility == "ERROR"
-        && [
-            "]: topic does not exist (",
-            "]: desired partition is no longer available (",
-        ]
-        .iter()
-        .any(|text| line.contains(text))
-}
-
 /// The topics of the group, looked up when an error says that one may be missing.
 pub(super) struct MissingTopics<'a> {
     kafka: &'a Kafka,
@@ -111,30 +99,5 @@ impl<'a> MissingTopics<'a> {
             suppressed_lines,
             "topic deleted: it does not exist any more, and its unread messages are lost; the consumer waits and reads it once it exists again; create it: {create}"
         );
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_lines_about_missing_topics_are_recognized() {
-        for (facility, line, is) in [
-            (
-                "ERROR",
-                "[thrd:app]: oncegate#consumer-3: payments [1]: topic does not exist (Broker: Unknown topic or partition)",
-                true,
-            ),
-            (
-                "ERROR",
-                "[thrd:app]: oncegate#consumer-3: payments [1]: desired partition is no longer available (Local: Unknown partition)",
-                true,
-            ),
-            ("FAIL", "x: payments [1]: topic does not exist (", false),
-            ("ERROR", "[thrd:app]: 1/1 brokers are down", false),
-        ] {
-            assert_eq!(is_missing_line(facility, line), is, "{facility} {line}");
-        }
     }
 }

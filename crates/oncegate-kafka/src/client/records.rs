@@ -10,7 +10,7 @@ use rdkafka::topic_partition_list::Offset;
 use super::batch::{MessageQueue, PartitionError, RecordBatch};
 use super::callbacks::{CallbackContext, GroupConsumer};
 use super::{error, missing_topics, start_position};
-use crate::partition::{PartitionAction, PartitionEvent};
+use crate::partition::PartitionEvent;
 
 /// Timeout of one seek.
 const SEEK_TIMEOUT: Duration = Duration::from_secs(1);
@@ -86,25 +86,6 @@ impl CallbackContext {
     fn count_expired(&self, queue: &MessageQueue<Self>) {
         let log_start_of = |topic: &str, partition| queue.log_start_offset(topic, partition);
         self.shared.lock().count_expired(log_start_of);
-    }
-
-    /// Seeks to the offset after the last message that was read, or to `position` if none was.
-    /// librdkafka's position is higher: it counts an error as a message, and does not decrease when a
-    /// log was truncated. After the next rebalance librdkafka would resume there and skip messages.
-    fn seek_after_last_read(
-        &self,
-        topic: &str,
-        partition: i32,
-        position: Option<i64>,
-        queue: &MessageQueue<Self>,
-    ) {
-        let event = PartitionEvent::PositionWrong { fallback: position };
-        let action = self.shared.lock().apply(topic, partition, event);
-        if let PartitionAction::Seek(offset) = action
-            && let Err(error) = self.seek(queue.consumer(), topic, partition, offset)
-        {
-            tracing::warn!(%error, topic, partition, offset, "cannot seek to the next unread message; a rebalance may skip messages; restart the consumer to read from the committed offset");
-        }
     }
 
     pub(super) fn seek(

@@ -1,0 +1,36 @@
+//! Commits offsets that may be below the committed ones.
+//!
+//! # Workaround
+//! - *Symptom:* a stored offset below the committed one is never committed, for example after a log was
+//!   truncated. *Version:* librdkafka 2.12.1. So the first offset of each assignment is committed at once
+//!   (`SendMode::Immediate`).
+//! - *Upstream:* confluentinc/librdkafka#1372 (open); #1538 and #1558 describe a shortened log.
+//! - *Test:* `a_log_that_was_truncated_below_the_committed_offset_commits_lower` in `tests/kafka`.
+//! - *May be removed* when librdkafka commits each changed offset.
+
+use oncegate_core::fault;
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
+
+use super::commits::partition_list;
+use super::log::log_error;
+use crate::partition::SendMode;
+use crate::shared::OffsetCommit;
+
+/// Commits those of these offsets that librdkafka would not commit by itself.
+pub(super) fn commit_at_once<C: ConsumerContext>(
+    consumer: &BaseConsumer<C>,
+    commits: &[OffsetCommit],
+) {
+    let sent = partition_list(
+        commits
+            .iter()
+            .filter(|commit| commit.mode == SendMode::Immediate),
+    );
+    if sent.count() > 0 {
+        log_error(
+            "cannot commit offsets; they are committed after the next settlement; check the group coordinator",
+            consumer.commit(&sent, CommitMode::Async),
+        );
+        fault::point("kafka.commit.sent");
+    }
+}
