@@ -10,22 +10,6 @@
 //! `docs/upstream/README.md` lists all of them with their upstream issues or reports. Each module
 //! describes its own, with lapin 4.12.3 and RabbitMQ 3.10.8 unless it names other versions. Remove a
 //! workaround only if its test passes without it on the oldest supported release.
-//!
-//! The following ones depend on the state of the source. Their
-//! tests are in `tests/amqp`:
-//!
-//! - *Symptom:* lapin attaches a returned message to the next confirm on the channel, not to its own.
-//!   *Code:* `ConfirmWindow` in `protocol`: no outstanding confirm counts. *Upstream:* nothing to report:
-//!   `basic.return` has no delivery tag. *Test:*
-//!   `copies::a_missing_dead_letter_queue_affects_no_copy_to_another_queue`. Stays.
-//! - *Symptom:* requeuing many messages by one `basic.nack` loses their order. *Code:*
-//!   `CloseMode::CloseOnly` in `protocol`. *Upstream:* `docs/upstream/rabbitmq-nack-order.md`. *Test:*
-//!   `releases::deliveries_to_a_stopping_ordered_consumer_are_requeued_in_order`. *May be removed*
-//!   when the oldest supported release keeps the order.
-//! - *Symptom:* when a single active consumer is cancelled, the next one becomes active before the
-//!   messages of the first are requeued. *Code:* `CloseMode::StayActive` in `protocol`. *Upstream:*
-//!   nothing to report: `basic.cancel` leaves unacknowledged messages with the channel. *Test:*
-//!   `nodes::with_a_single_active_consumer_order_by_key_holds_across_a_fleet`. Stays.
 
 pub(crate) mod backoff;
 pub(crate) mod close_delay;

@@ -13,15 +13,7 @@
 //! # Workarounds
 //!
 //! `docs/upstream/README.md` lists all of them with their upstream issues or reports. Each module
-//! describes its own: `batch`, `cluster_id`, `commit_metadata`, `error_position`, `lost_metadata`,
-//! `lowered_commit`, `missing_topic_log`, `statistics`, `topic_id_log`. This one is part of the source,
-//! because it depends on its state; seen with librdkafka 2.12.1:
-//!
-//! - *Symptom:* an error response resets the cached log start offset. *Code:* `partition`
-//!   keeps offset gaps until it is known. *Upstream:*
-//!   `docs/upstream/librdkafka-watermarks-after-error.md`. *Test:*
-//!   `a_deferred_gap_is_counted_once_when_the_log_start_is_known` in `offset_gaps`. *May be removed*
-//!   when the offset is kept.
+//! describes its own.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

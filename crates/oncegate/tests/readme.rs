@@ -15,6 +15,8 @@ mod log_lines;
 mod names;
 #[path = "book/reference.rs"]
 mod reference;
+#[path = "book/upstream.rs"]
+mod upstream;
 
 use std::path::{Path, PathBuf};
 

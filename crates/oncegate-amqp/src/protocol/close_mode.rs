@@ -1,4 +1,17 @@
 //! How a channel is closed, which decides where unacknowledged messages are requeued.
+//!
+//! # Workarounds
+//! - *Symptom:* requeuing many messages by one `basic.nack` loses their order. Hence
+//!   [`CloseMode::CloseOnly`]. *Version:* RabbitMQ 3.10.8.
+//! - *Upstream:* `docs/upstream/rabbitmq-nack-order.md`.
+//! - *Test:* `releases::deliveries_to_a_stopping_ordered_consumer_are_requeued_in_order` in `tests/amqp`.
+//! - *May be removed* when the oldest supported release keeps the order.
+//!
+//! - *Symptom:* when a single active consumer is cancelled, the next one becomes active before the
+//!   messages of the first are requeued. Hence [`CloseMode::StayActive`]. *Version:* all.
+//! - *Upstream:* nothing to report: `basic.cancel` leaves unacknowledged messages with the channel.
+//! - *Test:* `nodes::with_a_single_active_consumer_order_by_key_holds_across_a_fleet` in `tests/amqp`.
+//! - Stays.
 
 use crate::protocol::queue_settings::{ConsumerMode, QueueSettings};
 
@@ -9,7 +22,7 @@ pub(crate) enum CloseMode {
     /// others by `basic.nack`.
     Requeue,
     /// Cancels the consumer and closes the channel: RabbitMQ requeues its messages in the order of
-    /// the queue, which it does not guarantee for one `basic.nack` of many; see `client`.
+    /// the queue, which it does not guarantee for one `basic.nack` of many.
     CloseOnly,
     /// Consumes until the channel closes, and handles no more deliveries. RabbitMQ activates the
     /// next consumer as soon as the active one is cancelled, before it requeues its messages.

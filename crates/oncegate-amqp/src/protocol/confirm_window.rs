@@ -1,5 +1,12 @@
 //! Copies of consumed messages, published to the dead-letter, in-doubt or delay queue on one channel:
 //! which are confirmed, and which are published again after a failure.
+//!
+//! # Workaround
+//! - *Symptom:* lapin attaches a returned message to the next confirm on the channel, not to its own. So no
+//!   outstanding confirm counts after one. *Version:* lapin 4.12.3.
+//! - *Upstream:* nothing to report: `basic.return` has no delivery tag.
+//! - *Test:* `copies::a_missing_dead_letter_queue_affects_no_copy_to_another_queue` in `tests/amqp`.
+//! - Stays.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,4 +1,11 @@
 //! Counts and logs the messages that expired before they were read.
+//!
+//! # Workaround
+//! - *Symptom:* an error response resets the cached log start offset. So the gaps between offsets are kept
+//!   until it is known. *Version:* librdkafka 2.12.1.
+//! - *Upstream:* `docs/upstream/librdkafka-watermarks-after-error.md`.
+//! - *Test:* `a_deferred_gap_is_counted_once_when_the_log_start_is_known`, below.
+//! - *May be removed* when the offset is kept.
 
 use std::time::{Duration, Instant};
 
