@@ -247,8 +247,10 @@ mod tests {
         let directory_of_test = tempfile::tempdir().unwrap();
         let (written, not_written) = (
             directory_of_test.path().join("services.state"),
-            directory_of_test.path().join("missing/services.env"),
+            // Its directory is a file.
+            directory_of_test.path().join("file/services.env"),
         );
+        std::fs::write(directory_of_test.path().join("file"), "").unwrap();
         for (state_path, environment_path) in [(&not_written, &written), (&written, &not_written)] {
             let mut server = Command::new("sleep").arg("60").spawn().unwrap();
             let directory = directory_of_test.path().join("data");

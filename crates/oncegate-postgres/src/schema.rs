@@ -27,7 +27,7 @@ CREATE TABLE oncegate_markers ( -- what oncegate remembers, one row per id; time
     token       bytea -- the claim that holds the id
 ) WITH (fillfactor = 60, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.05,
     autovacuum_analyze_scale_factor = 0.05);
-CREATE TABLE oncegate_audit ( -- what operators did, one line of JSON per step
+CREATE TABLE IF NOT EXISTS oncegate_audit ( -- what operators did, one line of JSON per step
     number int8 GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     entry  text NOT NULL)"];
 

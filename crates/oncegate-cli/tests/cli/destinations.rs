@@ -710,7 +710,7 @@ async fn messages_dead_lettered_by_the_broker_have_their_own_id() {
         .run(&["dead-letters", "redrive", "--id", "plain", "--dry-run"])
         .await
         .exits_with(0)
-        .prints("to be reconciled");
+        .prints("reconciles it first");
     fixture
         .run(&[
             "dead-letters",

@@ -158,7 +158,7 @@ async fn forget_previews_and_audits() {
     }
     let refused = [
         ("held", "may be handling it"),
-        ("left", "may be handling it"),
+        ("left", "the next delivery claims it again"),
         ("failed", "already free to be claimed"),
         (
             "unknown",
