@@ -296,7 +296,7 @@ impl<I: Inbox> InboxStore<I> {
             in_memory.ask = Ask::Withdraw; // the inbox has the record
         }
         let answer = self.claims.apply(&[in_memory]).await.pop();
-        // Nothing of a rejected message was committed, so it begins anew if it is sent again.
+        // The dead letter has the counts. If it is sent again, its attempts are counted from 0.
         let ends = completes || matches!(operation.ask, Ask::Reject(_));
         if ends && matches!(answer, Some(Ok(Verdict::Applied))) {
             self.claims.forget(&operation.key);

@@ -183,7 +183,7 @@ impl PostgresTransaction {
     ///
     /// # Panics
     /// The transaction was rolled back by a `begin()` that failed or was dropped. The message is handled
-    /// again.
+    /// again. Without another call, it is dead-lettered: a statement may have been committed alone.
     pub fn connection(&mut self) -> &mut PgConnection {
         dropped_begin::assert_in_transaction(&self.inner);
         &mut self.inner
@@ -345,8 +345,8 @@ impl PostgresTransaction {
         let _ = self.inner.rollback().await; // fails if nothing is open
         CommitError::EndedByHandler(
             "the handler ended its transaction, so its changes and the record of the message may not have been committed \
-             together: remove COMMIT and ROLLBACK from the handler, return the error of a statement before the next one, and \
-             check the rows of this message"
+             together: remove COMMIT and ROLLBACK from the handler, return the error of a statement before the next one, do not drop \
+             the begin() of a savepoint, and check the rows of this message"
                 .into(),
         )
     }

@@ -64,12 +64,20 @@ impl Postgres {
         let is_postgres = ["postgres://", "postgresql://"]
             .iter()
             .any(|scheme| url.starts_with(scheme));
-        // The text of the error may quote the URL, with its password.
-        let options = PgConnectOptions::from_str(url).ok().filter(|_| is_postgres);
-        let options = options.ok_or_else(|| {
-            Problem::new("Postgres::url: it is not a URL such as postgres://user:password@host:5432/database")
-        });
-        Self::with_options(options)
+        // The text of the error may quote the URL, with its password. An @ after the ? is that of a
+        // password with a ?.
+        let unknown = unknown_parameter(url);
+        let is_readable = is_postgres && unknown.is_none_or(|name| !name.contains('@'));
+        let options = PgConnectOptions::from_str(url).ok().filter(|_| is_readable);
+        Self::with_options(match (options, unknown) {
+            (Some(options), None) => Ok(options),
+            (Some(_), Some(name)) => Err(Problem::new(format!(
+                "Postgres::url: the parameter {name:?} is unknown, and would be ignored; remove it, or correct it, such as sslmode"
+            ))),
+            (None, _) => Err(Problem::new(
+                "Postgres::url: it is not a URL such as postgres://user:password@host:5432/database",
+            )),
+        })
     }
 
     /// The database of this pool: the same address, user and TLS settings, with connections that do
@@ -206,6 +214,40 @@ impl Postgres {
             }
         }
     }
+}
+
+/// The first parameter of a URL that sqlx ignores.
+fn unknown_parameter(url: &str) -> Option<&str> {
+    const KNOWN: [&str; 18] = [
+        "sslmode",
+        "ssl-mode",
+        "sslrootcert",
+        "ssl-root-cert",
+        "ssl-ca",
+        "sslcert",
+        "ssl-cert",
+        "sslkey",
+        "ssl-key",
+        "statement-cache-capacity",
+        "host",
+        "hostaddr",
+        "port",
+        "dbname",
+        "user",
+        "password",
+        "application_name",
+        "options",
+    ];
+    let (_, query) = url.split_once('?')?;
+    let mut names = query
+        .split('#')
+        .next()?
+        .split('&')
+        .filter_map(|it| it.split('=').next());
+    names.find(|name| {
+        let is_option = name.starts_with("options[") || name.starts_with("options%5B");
+        !name.is_empty() && !is_option && !KNOWN.contains(name)
+    })
 }
 
 #[async_trait]

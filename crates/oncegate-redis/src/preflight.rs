@@ -60,6 +60,14 @@ async fn check_servers(router: &Router, request: PreflightRequest<'_>) -> Result
         let mut report = match InfoReply::of(connections).await {
             Ok(info) => {
                 router.check_role(&info)?;
+                // The address may belong to the primary after a failover. At most once refuses a
+                // replica: see `persistence`.
+                if info.field("role") == Some("slave") && request.guarantee != Guarantee::AtMostOnce
+                {
+                    return Err(StoreFailure::not_applied(format!(
+                        "{server} is a replica, which rejects writes: name the primary, or use Redis::sentinel"
+                    )));
+                }
                 assess(&info, router, request, SystemTime::now())
             }
             Err(StoreFailure::Misconfigured(_)) => without_info(request.guarantee),
@@ -133,11 +141,6 @@ fn assess(
 ) -> PreflightReport {
     if info.field("cluster_enabled") == Some("1") && matches!(router, Router::Single(_)) {
         return PreflightReport::missing("is a node of a Cluster: use Redis::cluster");
-    }
-    if info.field("role") == Some("slave") {
-        return PreflightReport::missing(
-            "is a replica, which rejects writes: name the primary in Redis::at, or use Redis::sentinel",
-        );
     }
     let mut warnings = Vec::new();
     let version = info.field("redis_version").unwrap_or("unknown");

@@ -216,6 +216,7 @@ impl Router {
                     self.setting()
                 )))
             }
+
             _ => Ok(()),
         }
     }

@@ -27,9 +27,10 @@ const IDLE_TIME: Duration = Duration::from_secs(3);
 
 pub(crate) async fn run(cli: &Cli) -> Result<Report> {
     let is_embedded = cli.broker == BrokerKind::Memory;
-    let is_sqlite = cli.store.as_ref().map_or(is_embedded, |it| it == "sqlite");
+    let store = cli.store.as_deref();
+    let store = store.unwrap_or(if is_embedded { "sqlite" } else { "redis" });
     // A run without servers has the same name each time, so that a killed one is resumed.
-    let name = match is_embedded && is_sqlite {
+    let name = match is_embedded && store == "sqlite" {
         true => format!("{}-seed-{}-{}", cli.guarantee, cli.seed, cli.payments),
         false => format!("payments-{:016x}", fastrand::u64(..)),
     };
@@ -39,7 +40,7 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report> {
     let lock = std::fs::File::create(run_dir.join("lock"))?;
     flock(&lock, FlockOperation::NonBlockingLockExclusive)
         .map_err(|error| format!("{shown} is in use by another run: {error}"))?;
-    let config = configure(cli, &name, &run_dir, is_sqlite)?;
+    let config = configure(cli, &name, &run_dir, store)?;
     let report = charge(cli, config, &run_dir).await;
     let report = report.map_err(|error| format!("{error}; the files of the run are in {shown}"))?;
     if cli.keep || !report.is_correct && cli.guarantee != "bare" {
@@ -57,10 +58,11 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report> {
 }
 
 /// Writes `oncegate.toml`, for the workers and for the operator's tool, and reads it.
-fn configure(cli: &Cli, name: &str, run_dir: &Path, is_sqlite: bool) -> Result<Config> {
-    let store = match is_sqlite {
-        true => format!("sqlite:{}", run_dir.join("payments.db").display()),
-        false => address("ONCEGATE_REDIS")?,
+fn configure(cli: &Cli, name: &str, run_dir: &Path, store: &str) -> Result<Config> {
+    let store = match store {
+        "sqlite" => format!("sqlite:{}", run_dir.join("payments.db").display()),
+        "postgres" => address("ONCEGATE_POSTGRES")?,
+        _ => address("ONCEGATE_REDIS")?,
     };
     let mut text = include_str!("../run.toml").replace("STORE", &store);
     let (broker, variable) = match cli.broker {
@@ -89,6 +91,10 @@ fn address(variable: &str) -> Result<String> {
 }
 
 async fn charge(cli: &Cli, config: Config, run_dir: &Path) -> Result<Report> {
+    #[cfg(feature = "postgres")]
+    if let Ok(postgres) = config.postgres(None) {
+        postgres.migrate().await?;
+    }
     config.store()?.preflight(config.guarantee()).await?;
     let mut demo = Demo {
         messages: &messages(cli.payments, "pay", cli.seed),

@@ -58,8 +58,8 @@ struct Cli {
     #[arg(long, value_enum, default_value_t = BrokerKind::Memory)]
     broker: BrokerKind,
     /// Stores ids; `sqlite` by default with the memory broker, `redis` at ONCEGATE_REDIS with
-    /// others.
-    #[arg(long, value_parser = ["sqlite", "redis"])]
+    /// others; `postgres` at ONCEGATE_POSTGRES.
+    #[arg(long, value_parser = ["sqlite", "redis", "postgres"])]
     store: Option<String>,
     /// `at-most-once`: after an unknown outcome, looked up at the provider, or in doubt for an
     /// operator. `effectively-once`: run again after a crash; the id is the idempotency key at the

@@ -73,10 +73,7 @@ impl Provider {
     /// 2% are never booked.
     pub(crate) async fn charge(&self, _: Card, amount: u32, id: &str, attempt: u32) -> Result<()> {
         let (provider, id) = (self.clone(), id.to_owned());
-        let fault = match self.is_unsure(&id) {
-            true => 0,
-            false => fastrand::u8(0..100),
-        };
+        let fault = fastrand::u8(0..100) * u8::from(!self.is_unsure(&id));
         // In a task: a sent request arrives even if its caller is aborted.
         let booking = tokio::spawn(async move {
             let (is_late, is_lost) = (matches!(fault, 2..4), matches!(fault, 4..6));

@@ -93,6 +93,14 @@ async fn wrong_settings_are_named() {
             &["Postgres::url", "postgres://"][..],
         ),
         (
+            Postgres::url("postgres://localhost/x?ssl_mode=secret"),
+            &["\"ssl_mode\" is unknown", "sslmode"],
+        ),
+        (
+            Postgres::url("postgres://x:12?secret@localhost/x"),
+            &["it is not a URL"],
+        ),
+        (
             Postgres::url("postgres://x:secret@localhost/x").timeout(Duration::ZERO),
             &["Postgres::timeout"],
         ),

@@ -343,7 +343,7 @@ async fn a_replica_and_too_few_replicas_apply_nothing() {
     for guarantee in [Guarantee::EffectivelyOnce, Guarantee::Bare] {
         let checked = at(&server.url()).preflight(guarantee).await;
         assert!(
-            matches!(&checked, Err(StoreError::Misconfigured(why)) if why.to_string().contains("is a replica")),
+            matches!(&checked, Err(StoreError::NotApplied(why)) if why.to_string().contains("is a replica")),
             "{checked:?}"
         );
     }
