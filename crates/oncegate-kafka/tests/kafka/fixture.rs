@@ -271,6 +271,15 @@ impl Topic {
         }
     }
 
+    /// The same, whose members time out early if the group protocol lets a member choose that: a client
+    /// that replaces another one waits until that one's member has timed out.
+    pub(crate) fn source_with_short_session(&self) -> Kafka {
+        match std::env::var(GROUP_PROTOCOL).as_deref() {
+            Ok("consumer") => self.source(),
+            _ => self.source().property("session.timeout.ms", "10000"),
+        }
+    }
+
     /// A source for tests of what only the classic group protocol has.
     pub(crate) fn classic_source(&self) -> Kafka {
         Kafka::topic(&self.name)

@@ -146,8 +146,7 @@ async fn open(topic: &Topic) -> KafkaSource {
     for name in [topic.dead_letters(), topic.in_doubt()] {
         topic.create(&name, 1, &UNLIMITED_RETENTION).await;
     }
-    // For the case that the client is replaced: the next one waits until its member has timed out.
-    let source = topic.source().property("session.timeout.ms", "10000");
+    let source = topic.source_with_short_session();
     let source = source.connect(ConnectOptions::default()).await;
     source.expect("a source")
 }
