@@ -1,5 +1,6 @@
 //! A topic per test on the shared broker, and helpers.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -611,4 +612,53 @@ pub(crate) fn text_headers(message: &BorrowedMessage<'_>) -> Vec<(String, Option
             )
         })
         .collect()
+}
+
+/// Settles the due deliveries until the group has committed this offset. On a busy machine the
+/// group may remove the member while its broker is down, and deliveries arrive again; or the client
+/// is replaced because it does not reach its group, even twice, and each time the next one waits
+/// until the member before it has timed out.
+pub(crate) async fn settle_until(
+    source: &mut KafkaSource,
+    topic: &Topic,
+    held: &mut BTreeMap<i64, Delivery>,
+    is_due: impl Fn(i64) -> bool,
+    committed: i64,
+) {
+    let end = Instant::now() + 3 * BOUND;
+    loop {
+        let due: Vec<i64> = held
+            .keys()
+            .copied()
+            .filter(|offset| is_due(*offset))
+            .collect();
+        accept(source, due.iter().filter_map(|offset| held.remove(offset))).await;
+        let now = topic.committed(0).await;
+        if now == Some(committed) {
+            return;
+        }
+        assert!(
+            Instant::now() < end,
+            "{now:?} was committed, not {committed}"
+        );
+        let mut incoming = Vec::new();
+        // Also after a timeout: the deliveries that have arrived are kept.
+        let _ = tokio::time::timeout(
+            Duration::from_millis(200),
+            source.receive(
+                Limit {
+                    count: 50,
+                    bytes: 1 << 20,
+                },
+                &mut incoming,
+            ),
+        )
+        .await;
+        held.extend(
+            incoming
+                .into_iter()
+                .filter_map(delivery)
+                .map(|it| (offset(&it), it)),
+        );
+    }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Delivery, Limit, Source, SourceError};
@@ -59,7 +59,7 @@ async fn a_topic_that_is_recreated_while_it_is_read_commits_lower() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(topic.committed(0).await, Some(4));
     accept(&mut source, again).await;
-    topic.await_commit(0, 10).await;
+    settle_until(&mut source, &topic, &mut BTreeMap::new(), |_| true, 10).await;
     close(source).await;
     assert_eq!(topic.committed(0).await, Some(10));
 }
@@ -227,55 +227,6 @@ async fn receive_offsets(source: &mut KafkaSource, offsets: Range<i64>) -> BTree
         );
     }
     found
-}
-
-/// Settles the due deliveries until the group has committed this offset. On a busy machine the
-/// group may remove the member while its broker is down, and deliveries arrive again; or the client
-/// is replaced because it does not reach its group, even twice, and each time the next one waits
-/// until the member before it has timed out.
-async fn settle_until(
-    source: &mut KafkaSource,
-    topic: &Topic,
-    held: &mut BTreeMap<i64, Delivery>,
-    is_due: impl Fn(i64) -> bool,
-    committed: i64,
-) {
-    let end = Instant::now() + 3 * BOUND;
-    loop {
-        let due: Vec<i64> = held
-            .keys()
-            .copied()
-            .filter(|offset| is_due(*offset))
-            .collect();
-        accept(source, due.iter().filter_map(|offset| held.remove(offset))).await;
-        let now = topic.committed(0).await;
-        if now == Some(committed) {
-            return;
-        }
-        assert!(
-            Instant::now() < end,
-            "{now:?} was committed, not {committed}"
-        );
-        let mut incoming = Vec::new();
-        // Also after a timeout: the deliveries that have arrived are kept.
-        let _ = tokio::time::timeout(
-            Duration::from_millis(200),
-            source.receive(
-                Limit {
-                    count: 50,
-                    bytes: 1 << 20,
-                },
-                &mut incoming,
-            ),
-        )
-        .await;
-        held.extend(
-            incoming
-                .into_iter()
-                .filter_map(delivery)
-                .map(|it| (offset(&it), it)),
-        );
-    }
 }
 
 /// Removes all messages from this offset on from the directory of a partition. A batch must start
