@@ -962,7 +962,7 @@ async fn a_dead_letter_that_is_sent_back_is_handled_by_the_same_process() {
     assert_eq!(records(&pool).await, 1);
 }
 
-/// Drops the `begin` of a savepoint in its first run, goes on, and then times out or succeeds.
+/// In its first run, drops the `begin` of a savepoint before it has ended, and executes another statement.
 struct DropsASavepoint {
     runs: AtomicUsize,
     times_out: bool,

@@ -119,9 +119,8 @@ async fn a_queue_with_default_type_quorum_is_not_treated_as_classic() {
         .prints("--accept-delivery-counts");
 }
 
-/// A policy may set a limit that no client can see.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
+/// A RabbitMQ of its own, on which a consumer of the queue `payments` has declared its queues.
+async fn server_with_queues() -> RabbitServer {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
@@ -137,6 +136,13 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
         .close(Instant::now() + TEST_TIMEOUT)
         .await
         .expect("a clean end");
+    server
+}
+
+/// A policy may set a limit that no client can see.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
+    let server = server_with_queues().await;
     let limit = [
         "-q",
         "set_policy",
@@ -283,21 +289,7 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
 /// RabbitMQ answers nothing on a connection that published during an alarm.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dead_letters_are_listed_and_not_redriven_during_a_resource_alarm() {
-    let server = tokio::task::spawn_blocking(RabbitServer::start)
-        .await
-        .expect("no panic")
-        .expect("a server");
-    let source: Box<dyn Source> = Box::new(
-        RabbitMq::queue("payments")
-            .url(server.url())
-            .connect(ConnectOptions::default())
-            .await
-            .expect("the queues are declared"),
-    );
-    source
-        .close(Instant::now() + TEST_TIMEOUT)
-        .await
-        .expect("a clean end");
+    let server = server_with_queues().await;
     let cli = TestCli::new();
     cli.configure(&format!(
         "[rabbitmq]\nurl = \"{}\"\nqueue = \"payments\"\n",
