@@ -5,6 +5,8 @@
 use std::ops::Range;
 use std::time::Instant;
 
+#[cfg(test)]
+mod interleaving_tests;
 mod log_identity;
 mod offsets;
 mod start;
@@ -26,6 +28,7 @@ const MAX_GAPS: usize = 1_000;
 /// assignment. If the log is truncated or the topic recreated, the assignment ends and another one
 /// starts, because offsets of the two differ in meaning.
 #[derive(Debug)]
+#[cfg_attr(test, derive(Clone, PartialEq, Eq, Hash))]
 pub(crate) struct Partition {
     epoch: u64,
     state: AssignmentState,
@@ -150,6 +153,7 @@ pub(crate) struct ExpiredGap {
 
 /// The state of an assignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(test, derive(Hash))]
 pub(crate) enum AssignmentState {
     /// Messages are read and handed out.
     Active,
@@ -164,6 +168,7 @@ pub(crate) enum AssignmentState {
 
 /// Whether librdkafka's position in a partition can be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(test, derive(Hash))]
 enum PositionTrust {
     /// Not yet: it may be left from an earlier assignment, until librdkafka reports that it has no
     /// position, or a message arrives.
@@ -177,6 +182,7 @@ enum PositionTrust {
 /// committed one; if the log was truncated below that, it would commit no offset of this assignment.
 /// So the first commit of each assignment is immediate, and so is the repetition of a failed one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(test, derive(Hash))]
 enum NextCommit {
     Immediate,
     /// Immediate from this time on; stored until then.

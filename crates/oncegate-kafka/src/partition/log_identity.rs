@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 /// The topic that is read, and whether its positions repeat those of an earlier topic of this name.
 #[derive(Clone, Debug, Default)]
+#[cfg_attr(test, derive(PartialEq, Eq, Hash))]
 pub(crate) struct LogIdentity {
     /// The ids of the topic and its cluster, if they are known.
     pub(crate) identity: Option<TopicIdentity>,
@@ -13,6 +14,7 @@ pub(crate) struct LogIdentity {
 
 /// Whether message ids made from positions are unique.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(test, derive(Hash))]
 pub(crate) enum PositionIds {
     /// Each position belongs to one message.
     #[default]
@@ -51,6 +53,7 @@ impl PositionIds {
 /// The identity of a topic, which is committed as the metadata of each offset. Kafka assigns each
 /// topic an id when it is created; a replica on another cluster has its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(test, derive(Hash))]
 pub(crate) struct TopicIdentity {
     pub(crate) topic_id: Arc<str>,
     /// `None` if the broker reports no cluster id.

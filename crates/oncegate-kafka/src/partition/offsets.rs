@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 /// transaction markers) are gaps and count as settled. A settlement costs O(1) without gaps and
 /// O(log n) with gaps.
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone, PartialEq, Eq, Hash))]
 pub(super) struct DeliveredOffsets {
     /// From the lowest unsettled offset on, ascending.
     ring: VecDeque<OffsetState>,
@@ -16,6 +17,7 @@ pub(super) struct DeliveredOffsets {
 /// A delivered offset: the number itself while unsettled, its bitwise complement once settled.
 /// Offsets are never negative.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(test, derive(PartialEq, Eq, Hash))]
 struct OffsetState(i64);
 
 impl OffsetState {

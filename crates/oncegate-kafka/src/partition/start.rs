@@ -7,6 +7,7 @@ pub(super) const LOG_START: i64 = 0;
 
 /// Where a partition is read from, as determined when it was assigned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(test, derive(Hash))]
 pub(crate) enum StartPosition {
     /// The offset that the group has committed.
     Committed(i64),
