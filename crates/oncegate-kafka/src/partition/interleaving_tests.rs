@@ -54,6 +54,8 @@ struct World {
     fetch_position: i64,
     /// The position that librdkafka reports; it does not decrease when the log is truncated.
     reported_position: Option<i64>,
+    /// The reported position is left from before the last assignment or seek.
+    is_position_left: bool,
     /// The offset that librdkafka commits later, and the topic in its metadata.
     stored: Option<(i64, u8)>,
     /// The offset that librdkafka takes for the committed one.
@@ -77,6 +79,7 @@ struct World {
 enum Step {
     Fetch,
     ReportPosition,
+    ClearPosition,
     ReportWrongPosition,
     Seek,
     HandOut,
@@ -115,6 +118,7 @@ impl World {
             replies: Vec::new(),
             fetch_position: 0,
             reported_position: None,
+            is_position_left: false,
             stored: None,
             last_confirmed: 0,
             is_position_wrong: false,
@@ -149,7 +153,7 @@ impl World {
             StartPosition::Recreated
         };
         self.fetch_position = start.offset().unwrap_or(LOG_START);
-        self.reported_position = None;
+        self.is_position_left = self.reported_position.is_some();
         self.stored = None;
         self.last_confirmed = self.committed.0;
         self.is_position_wrong = false;
@@ -224,7 +228,7 @@ impl World {
 
     fn seek(&mut self, target: i64) {
         self.fetch_position = target;
-        self.reported_position = None;
+        self.is_position_left = self.reported_position.is_some();
         self.apply(PartitionEvent::Sought);
     }
 
@@ -268,7 +272,7 @@ impl World {
             && self.pending_stored().is_none()
             && partition.state() == AssignmentState::Active
             && !self.is_recreation_unnoticed()
-            && self.fetch_position == self.end()
+            && self.fetch_position >= self.end()
             && partition.clone().apply(PartitionEvent::CommitDue(*NOW)) == PartitionAction::Nothing
     }
 
@@ -298,7 +302,11 @@ impl Model for PartitionInterleavings {
         );
         let is_assigned = world.partition.is_some();
         let pending_seek = world.partition.as_ref().and_then(Partition::pending_seek);
-        offer(is_read && world.fetch_position < world.end(), Step::Fetch);
+        offer(world.is_position_left, Step::ClearPosition);
+        offer(
+            is_read && !world.is_position_left && world.fetch_position < world.end(),
+            Step::Fetch,
+        );
         offer(is_active, Step::ReportPosition);
         offer(
             is_active && world.is_position_wrong,
@@ -355,6 +363,10 @@ impl Model for PartitionInterleavings {
             Step::Fetch => world.fetch(),
             Step::ReportPosition => {
                 world.apply(PartitionEvent::PositionReported(world.reported_position));
+            }
+            Step::ClearPosition => {
+                world.is_position_left = false;
+                world.reported_position = None;
             }
             Step::ReportWrongPosition => {
                 world.is_position_wrong = false;
@@ -480,6 +492,7 @@ impl Model for PartitionInterleavings {
                 let committable = world.partition.as_ref().and_then(Partition::committable);
                 !world.is_quiet()
                     || (world.is_commit_safe()
+                        && world.committed.0 <= world.end()
                         && committable.is_none_or(|it| world.committed.0 == it))
             }),
             Property::always("every message is handed out", |_, world: &World| {
