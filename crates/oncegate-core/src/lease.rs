@@ -50,7 +50,7 @@ impl Lease {
     }
 
     /// Allows renewals until this moment.
-    pub(crate) fn hold_until(&self, renew_until: BootTime) {
+    pub(crate) fn allow_renewals_until(&self, renew_until: BootTime) {
         self.renew_until
             .store(renew_until.as_micros(), Ordering::Release);
     }
@@ -59,7 +59,7 @@ impl Lease {
         now < BootTime::from_micros(self.renew_until.load(Ordering::Acquire))
     }
 
-    pub(crate) fn lose(&self) {
+    pub(crate) fn mark_lost(&self) {
         self.deadline.store(0, Ordering::Release);
     }
 

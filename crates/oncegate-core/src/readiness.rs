@@ -27,7 +27,7 @@ pub(crate) enum ReadinessState {
 }
 
 impl Readiness {
-    /// The readiness of a consumer that has not started.
+    /// Not ready, until a consumer that was given a clone is ready.
     pub fn new() -> Self {
         Self::default()
     }

@@ -280,7 +280,7 @@ async fn renew(
     for (lease, answer) in leases.into_iter().zip(answers) {
         match answer {
             Ok(Verdict::Applied) => lease.extend(sent),
-            Ok(_) => lease.lose(),
+            Ok(_) => lease.mark_lost(),
             Err(error) => {
                 failed += 1;
                 why = Some(error);

@@ -17,13 +17,13 @@ use crate::marker::{Guarantee, Marker, Operation, Verdict};
 /// - Each call returns in bounded time: a missing answer is [`StoreError::Unknown`].
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a store",
-    label = "this is no store",
+    label = "this is not a store",
     note = "pass one of `Redis::at(…)`, `Sqlite::file(…)` and `MemoryStore::new()`; the first two need the features `redis` and `sqlite`",
-    note = "`()` says that no store was given: call `.store(…)`"
+    note = "`()` means that no store is set: call `.store(…)`"
 )]
 #[async_trait]
 pub trait Store: Send + Sync {
-    /// Applies the operations and answers each.
+    /// Applies the operations, and returns a verdict or an error for each.
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>>;
 
     /// The store and its address, such as `Redis at 10.0.0.7:6379`, for status pages. Must not
@@ -45,8 +45,8 @@ pub trait Store: Send + Sync {
         self.persistence().await.map(drop)
     }
 
-    /// Whether acknowledged changes survive a crash of the store. Only a consumer with at most once
-    /// calls this; it refuses a volatile store.
+    /// Whether acknowledged changes survive a crash of the store. A consumer with at most once or
+    /// an inbox, and a gate with at most once, refuse a volatile store.
     ///
     /// Called at start, after [`preflight`](Self::preflight), with the same errors.
     ///
@@ -58,16 +58,17 @@ pub trait Store: Send + Sync {
         ))
     }
 
-    /// Another handle to the same store, for lease renewals. These run on a thread with its own tokio
-    /// runtime, and must not share a connection whose tasks run on another runtime. The handle
-    /// connects at its first use.
+    /// Another handle to the same store, for lease renewals. They run on a thread with its own
+    /// tokio runtime, and must not share a connection whose tasks run on another runtime. The
+    /// handle connects at its first use.
     ///
     /// `None` if the store needs no runtime and can be shared.
     fn for_renewals(&self) -> Option<std::sync::Arc<dyn Store>> {
         None
     }
 
-    /// The number of concurrent `apply` calls that this store handles best, at least 1.
+    /// The number of concurrent `apply` calls with which this store has its highest throughput, at
+    /// least 1.
     fn parallel_applies(&self) -> usize {
         1
     }
@@ -77,13 +78,13 @@ pub trait Store: Send + Sync {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Persistence {
-    /// They survive; the text says why.
+    /// They survive a crash; the text says why.
     Durable(String),
     /// They may be lost; the text says why, and how to change that.
     Volatile(String),
 }
 
-/// Why a store has no verdict for an operation.
+/// Why a store returned no verdict for an operation.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {

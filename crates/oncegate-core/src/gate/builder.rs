@@ -43,15 +43,15 @@ impl<T> GateBuilder<T> {
         }
     }
 
-    /// The guarantee: what follows when it is unknown whether the work happened. Default:
-    /// effectively once.
+    /// The guarantee, which decides whether the work runs again when it is unknown whether it
+    /// happened. Default: effectively once.
     pub fn guarantee(mut self, guarantee: Guarantee) -> Self {
         self.settings.guarantee = guarantee;
         self
     }
 
-    /// Separates this gate from others on the same store: without a scope, they share ids. 1 to 100
-    /// bytes of `[A-Za-z0-9._:@/+=-]`.
+    /// The name of this gate in its keys in the store: without a scope, gates that share a store
+    /// share ids. 1 to 100 bytes of `[A-Za-z0-9._:@/+=-]`.
     pub fn scope(mut self, scope: impl Into<String>) -> Self {
         self.scope = Some(scope.into());
         self
@@ -81,8 +81,8 @@ impl<T> GateBuilder<T> {
         self
     }
 
-    /// The first and the longest pause before a retry, the longest at least as long as the first.
-    /// Default: 100 ms and 10 s.
+    /// The first and the longest pause before a retry; the longest must not be shorter. Default:
+    /// 100 ms and 10 s.
     pub fn backoff(mut self, first: Duration, longest: Duration) -> Self {
         (self.settings.backoff, self.settings.longest_backoff) = (first, longest);
         self
@@ -124,7 +124,7 @@ impl<T> GateBuilder<T> {
         }
         let store: Arc<dyn Store> = Arc::new(store);
         preflight(&*store, &settings).await?;
-        // Nothing receives lost leases: `run::bounded`, which polls the work, checks its lease.
+        // Nothing receives lost leases, because `run::bounded` checks the lease while it polls the work.
         let (lost_leases, _) = unbounded_channel();
         let renewals = Renewals::start(
             store.clone(),

@@ -1,4 +1,4 @@
-//! How a delivery ends at its broker, and why.
+//! How a delivery is settled at its broker, and the reasons of a rejection.
 
 use std::time::Duration;
 
@@ -25,16 +25,21 @@ pub enum Settlement {
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub struct Proof(pub(super) ProofKind);
 
+/// Why a delivery may be accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum ProofKind {
+    /// The store recorded the id as done after a run of this delivery.
     Completed,
+    /// The id was done before.
     Duplicate,
+    /// `reconcile` found that the effect had happened, and the store recorded the id as done.
     Resolved,
+    /// The handler succeeded without the store ([`Outage::PassThrough`](super::Outage::PassThrough)).
     PassedWithoutStore,
 }
 
 impl Proof {
-    /// What the proof is based on, as metrics and logs name it.
+    /// Why the delivery may be accepted, as one word.
     pub fn as_str(&self) -> &'static str {
         match self.0 {
             ProofKind::Completed => "completed",
@@ -51,7 +56,7 @@ impl Proof {
 pub enum Reason {
     /// It has no id.
     MissingId,
-    /// The value where its id is read from cannot be an id, or there are two different values.
+    /// The value from which its id is read cannot be an id, or there are two different values.
     UnusableId,
     /// Its payload does not parse.
     Unreadable,
@@ -59,7 +64,7 @@ pub enum Reason {
     Conflict,
     /// The handler rejected it.
     Refused,
-    /// It failed `max_attempts` times.
+    /// All of its `max_attempts` attempts failed.
     AttemptsSpent,
     /// More than `max_crashes` processes crashed while they handled it.
     CrashesSpent,
@@ -112,7 +117,7 @@ impl Reason {
         }
     }
 
-    /// The cause, as a clause about the message: `its handler panicked`.
+    /// The reason as a clause about the message, such as `its handler panicked`.
     pub fn cause(&self) -> &'static str {
         match self {
             Self::MissingId => "it has no id",

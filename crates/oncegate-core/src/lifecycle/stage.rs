@@ -46,25 +46,26 @@ pub enum Stage {
     Settled,
 }
 
-/// What is known of a delivery before its claim is answered.
+/// What the consumer knows of a delivery before its claim is granted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct History {
     /// How many earlier attempts failed and were released.
     pub failures: u32,
-    /// Whether the message is younger than `max_age`.
+    /// Whether the message is older than `max_age`.
     pub freshness: Freshness,
 }
 
-/// Whether a message is so young that an absent marker proves that it was never handled.
+/// Whether a message is so young that its marker cannot have expired: an absent marker then means
+/// that it was never handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Freshness {
-    /// Younger than `max_age`, or of unknown age.
+    /// Not older than `max_age`, or of unknown age.
     Fresh,
     /// Older: its marker may have expired.
     TooOld,
 }
 
-/// How many claims were sent without being granted.
+/// How many claims of this delivery were not granted so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ClaimTries(pub u32);
 
@@ -114,12 +115,12 @@ pub enum DoubtCause {
 pub enum AfterDoubt {
     /// Call `reconcile`.
     Reconcile,
-    /// The lease is lost: release with a delay; the next claimant reconciles.
+    /// The lease is lost: release with a delay. The delivery with the next claim reconciles.
     Release,
-    /// The consumer stops: release without a delay; the next claimant reconciles.
+    /// The consumer drains: release without a delay. The delivery with the next claim reconciles.
     ReleaseAtOnce,
-    /// `reconcile` did not determine the outcome: send to the in-doubt queue. The marker has no
-    /// holder, so an operator can resolve it at once.
+    /// `reconcile` did not determine the outcome, or too many processes crashed: send to the
+    /// in-doubt queue. The marker has no holder, so an operator can resolve it at once.
     Reject,
 }
 
@@ -138,7 +139,8 @@ pub enum AfterWithdrawal {
 }
 
 impl Stage {
-    /// The operation whose answer this stage waits for; `None` if it waits for none.
+    /// The kind of the operation whose answer this stage waits for; `None` if it waits for no
+    /// answer.
     #[inline]
     pub fn pending_ask(&self) -> Option<Ask> {
         use Stage::*;
@@ -155,8 +157,8 @@ impl Stage {
         }
     }
 
-    /// Whether a delivery in this stage pauses while it holds a lease, which may end before the
-    /// pause does.
+    /// Whether a delivery in this stage pauses between two runs while it holds a lease, which may
+    /// end before the pause.
     #[inline]
     pub fn waits_on_lease(&self) -> bool {
         matches!(self, Self::Pausing(..) | Self::ReconcilePausing(..))
@@ -179,9 +181,9 @@ impl Grant {
         self.attempts.spent().max(self.failures.saturating_add(1))
     }
 
-    /// What is known of the delivery if its id is claimed again.
+    /// The history of the delivery for another claim of its id.
     pub(super) fn history(self) -> History {
-        // The age was checked when the claim was granted.
+        // The age was checked when this claim was granted.
         History {
             failures: self.failures,
             freshness: Freshness::Fresh,
