@@ -22,8 +22,8 @@ use crate::source::{Connect, ConnectOptions, Order, Source};
 use crate::status::{ClearStatusOnDrop, ConsumerStatus};
 use crate::store::Store;
 
-/// Builds a consumer, from [`Consumer::builder`]. [`build`](Self::build) needs a source, a store, an
-/// id and a handler.
+/// Builds a consumer, from [`Consumer::builder`]. [`build`](Self::build) needs a source, a store,
+/// an id and a handler.
 #[derive(Clone, Debug)]
 #[must_use = "a builder does nothing until it is built and run"]
 pub struct Builder<S, T, H, D> {
@@ -69,7 +69,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
-    /// The store that remembers ids.
+    /// The store, which keeps the marker of each id.
     pub fn store<T2: Store + 'static>(self, store: T2) -> Builder<S, T2, H, D> {
         let Self {
             source,
@@ -90,8 +90,9 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
-    /// The inbox, instead of a store: each message is handled in a transaction of its database, which
-    /// also records the message. Call [`transactional_handler`](Builder::transactional_handler) next.
+    /// The inbox, instead of a store: each message is handled in a transaction of its database,
+    /// which also records the message. Call
+    /// [`transactional_handler`](Builder::transactional_handler) next.
     ///
     /// Lowers [`max_in_flight`](Self::max_in_flight) to the number of connections that the inbox
     /// has. Messages wait while its database is unavailable. The number of failures of a message is
@@ -190,8 +191,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// Sets the lease for handlers that run up to this long: twice as long, plus 1 s. A handler may
-    /// run longer, because leases are renewed. A longer lease delays the redelivery after a crash, and
-    /// tolerates a longer pause of the process.
+    /// run longer, because leases are renewed. A longer lease delays the redelivery after a crash,
+    /// and tolerates a longer pause of the process.
     pub fn lease_for(self, longest_run: Duration) -> Self {
         self.lease(lease_for(longest_run))
     }
@@ -252,8 +253,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// The timeout of a handler. At the timeout it is dropped, and its outcome is unknown. Default: 5
-    /// min.
+    /// The timeout of a handler. At the timeout it is dropped, and its outcome is unknown. Default:
+    /// 5 min.
     pub fn handler_timeout(mut self, timeout: Duration) -> Self {
         self.settings.handler_timeout = timeout;
         self
@@ -275,8 +276,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// The maximum number of queued deliveries, at least 1: those that wait for their next attempt,
     /// after a failure or for another holder of their id, or behind another of their key or
     /// partition. They are not in flight. At the limit nothing is received until one of them
-    /// proceeds; a source with delay queues (RabbitMQ) delays deliveries without an ordering key there
-    /// instead. Default: 10,000.
+    /// proceeds; a source with delay queues (RabbitMQ) delays deliveries without an ordering key
+    /// there instead. Default: 10,000.
     pub fn max_queued(mut self, count: usize) -> Self {
         self.settings.max_queued = count;
         self
@@ -339,8 +340,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 
     /// How long a delivery may stay unsettled with these settings: two leases, while another holder
     /// has its id, and then all inline retries, each up to the handler timeout, with the longest
-    /// pauses between. `reconcile` and queueing behind an ordering key may add to that. A broker that
-    /// limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
+    /// pauses between. `reconcile` and queueing behind an ordering key may add to that. A broker
+    /// that limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
     pub fn longest_open(&self) -> Duration {
         self.settings.longest_open()
     }
@@ -358,8 +359,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// Allows at most once on a store that may lose data in a crash. You accept that a message
-    /// whose id is lost may run again.
+    /// Allows at most once, or an inbox, on a store that may lose data in a crash. You accept that
+    /// a message whose id is lost may run again.
     pub fn allow_volatile_store(mut self) -> Self {
         self.settings.volatile_store = VolatileStore::Allowed;
         self

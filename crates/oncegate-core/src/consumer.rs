@@ -70,9 +70,9 @@ impl Consumer {
         }
     }
 
-    /// Runs until `shutdown` completes, with any output, or until a [drain](Self::drain) is started,
-    /// then drains and returns. Pass [`shutdown_signal()`](crate::shutdown_signal) to stop at
-    /// SIGTERM or Ctrl-C.
+    /// Runs until `shutdown` completes, with any output, or until a [drain](Self::drain) is
+    /// started, then drains and returns. Pass [`shutdown_signal()`](crate::shutdown_signal) to stop
+    /// at SIGTERM or Ctrl-C.
     ///
     /// Dropping the future stops at once: handlers are dropped, and unsettled messages are
     /// redelivered.

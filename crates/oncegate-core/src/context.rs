@@ -75,7 +75,9 @@ impl Context {
     /// below the highest one that it has seen for an id is protected from a handler that continues
     /// after its lease was lost.
     ///
-    /// With an [inbox](crate::inbox) it is no fencing token: each process counts from 1.
+    /// With an [inbox](crate::inbox) it is no fencing token: each process counts from 1. It is
+    /// always 1 with [`Guarantee::Bare`](crate::Guarantee::Bare), and in a run without the store
+    /// ([`Outage::PassThrough`](crate::Outage::PassThrough)).
     ///
     /// It increases after each attempt that may have had an effect. An attempt that ended with
     /// [`retry`](crate::FailureExt::retry) had no effect, so the next attempt may have the same
@@ -90,8 +92,8 @@ impl Context {
     }
 
     /// How long the lease lasts without a renewal; zero once it is lost. Leases are renewed in the
-    /// background. Code that continues when the future is dropped, such as a blocking thread, has to
-    /// check this before each effect.
+    /// background. Code that continues when the future is dropped, such as a blocking thread, has
+    /// to check this before each effect.
     ///
     /// [`Duration::MAX`] without a lease: with [`Guarantee::Bare`](crate::Guarantee::Bare), and
     /// while the store is unavailable with [`Outage::PassThrough`](crate::Outage::PassThrough).

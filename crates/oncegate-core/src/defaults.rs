@@ -27,7 +27,8 @@ pub const HANDLER_TIMEOUT: Duration = Duration::from_secs(300);
 pub const MAX_IN_FLIGHT: usize = 512;
 /// The maximum number of bytes of key, headers and body in flight; a single delivery may be larger.
 pub const MAX_IN_FLIGHT_BYTES: usize = 64 << 20;
-/// The maximum number of deliveries that wait for a retry, or behind others of their key or partition.
+/// The maximum number of deliveries that wait for a retry, or behind others of their key or
+/// partition.
 pub const MAX_QUEUED: usize = 10_000;
 /// The maximum number of queued bytes of key, headers and body; one delivery may exceed it.
 pub const MAX_QUEUED_BYTES: usize = 64 << 20;

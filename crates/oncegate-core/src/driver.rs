@@ -21,12 +21,12 @@ pub struct LifecycleDriver {
     draining: bool,
 }
 
-/// What the owner of a delivery does next.
+/// A command to the owner of a delivery: what it does next.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum DriverCommand {
-    /// Applies the operation that the stage waits for, [`Stage::pending_ask`], to the store with the
-    /// delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`]. For a
-    /// claim with a new token, the owner first gives up the lease of the claim before it.
+    /// Applies the operation that the stage waits for, [`Stage::pending_ask`], to the store with
+    /// the delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`].
+    /// For a claim with a new token, the owner first gives up the lease of the claim before it.
     Apply,
     /// Reports [`Event::MayRun`] when the handler may start, [`Event::LeaseOver`] if the lease may
     /// have ended by then, or [`Event::IsolationFull`].
@@ -57,7 +57,7 @@ pub enum DriverCommand {
     /// Drops the delivery without settling it. The broker redelivers the message, whose id can be
     /// claimed again when the lease has ended.
     Abandon,
-    /// Nothing: waits for the next event.
+    /// No command: the owner waits for the next event.
     Nothing,
 }
 
@@ -91,16 +91,16 @@ impl LifecycleDriver {
         self.draining = true;
     }
 
-    /// Resets a delivery that waits for a retry to the stage of one that was just received. Its next
-    /// claim has a new token.
+    /// Resets a delivery that waits for a retry to the stage of one that was just received. Its
+    /// next claim has a new token.
     pub fn restart(&mut self, history: History) {
         self.stage = Stage::New(history);
     }
 
     /// Processes an event. Returns what the owner of the delivery does next.
     ///
-    /// `new_token` returns the token of a new claim. Its argument is the token of the previous claim,
-    /// for tests that reuse it.
+    /// `new_token` returns the token of a new claim. Its argument is the token of the previous
+    /// claim, for tests that reuse it.
     #[inline]
     pub fn handle(
         &mut self,

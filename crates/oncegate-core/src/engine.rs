@@ -271,7 +271,8 @@ impl Engine {
             }
         };
         tokio::select! {
-            biased; // in this order: results before lost leases; the source last, because it may always be ready
+            // Results before lost leases; the source last, because it may always be ready.
+            biased;
             () = shutdown, if receiving => self.begin_drain(None).await,
             () = self.executor.finished() => self.on_finished_runs(),
             batch = self.batcher.answered() => self.on_batch_answered(batch).await,

@@ -42,7 +42,7 @@ struct GateInner {
     slots: Mutex<Slots<()>>,
 }
 
-/// What [`Gate::run`] does if another process or task runs the same id at this moment.
+/// What [`Gate::run`] does while another process or task runs the same id.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WhenHeld {
@@ -119,8 +119,8 @@ impl Gate {
     /// Runs the work if it has not run for this id within the dedup window, and records that it
     /// did.
     ///
-    /// The lease is renewed while the work runs, and the work is dropped if the lease is lost. After
-    /// [`Failure::Retry`] the work runs again, up to `max_inline_retries` times.
+    /// The lease is renewed while the work runs, and the work is dropped if the lease is lost.
+    /// After [`Failure::Retry`] the work runs again, up to `max_inline_retries` times.
     ///
     /// # Errors
     /// [`GateError`]: the work failed, did not run, or its outcome is unknown.

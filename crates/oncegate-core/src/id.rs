@@ -15,8 +15,8 @@ pub const LONGEST_PLAIN_ID: usize = 200;
 
 /// An idempotency key: messages with the same id count as one message.
 ///
-/// 1 to 200 bytes of `[A-Za-z0-9._:@/+=-]` are used unchanged. A longer id, one with other bytes, or
-/// one that begins with the reserved `h:` becomes `h:` and its SHA-256 in hexadecimal. So two
+/// 1 to 200 bytes of `[A-Za-z0-9._:@/+=-]` are used unchanged. A longer id, one with other bytes,
+/// or one that begins with the reserved `h:` becomes `h:` and its SHA-256 in hexadecimal. So two
 /// different ids never share a key, no id contains the `|` and `!` of scopes and of oncegate's own
 /// keys or the hash tags of Redis Cluster, and every id is safe in a header or a log. There is no
 /// Unicode normalisation: the same text in two normal forms is two ids.

@@ -49,7 +49,7 @@ pub enum Action {
     AwaitIsolation,
     /// Pass this settlement to the source.
     Settle(Settlement),
-    /// Nothing: wait for the next event.
+    /// No action: wait for the next event.
     Wait,
     /// Drop the delivery without settling it. The broker redelivers the message, whose id can be
     /// claimed again when the lease has ended.
@@ -84,7 +84,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             )
         }
         (Claiming(history, _), Answer(V::InDoubt(attempts))) => {
-            // An operator redrove the id when it had no marker, so it is unknown whether it ever ran.
+            // An operator redrove the id when it had no marker, so it is unknown whether it ever
+            // ran.
             let too_old = history.freshness == Freshness::TooOld && attempts.crashes == 0;
             let cause = if too_old {
                 DoubtCause::TooOld
@@ -173,8 +174,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Reconciling(grant, _, _), Reconciled(Some(finding))) => {
             (Resolving(grant, finding), Action::Apply)
         }
-        // The outcome cannot be determined: end the lease, so that an operator can resolve the id at
-        // once.
+        // The outcome cannot be determined: end the lease, so that an operator can resolve the id
+        // at once.
         (Reconciling(grant, _, cause), CannotReconcile) => doubt(grant, cause, AfterDoubt::Reject),
         (Reconciling(grant, tries, cause), Reconciled(None))
             if tries.0 + 1 >= policy.max_reconciles =>
@@ -236,7 +237,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Reconciling(grant, ..) | ReconcilePausing(grant, ..), LeaseOver) => {
             release(policy.pause(0), grant.failures)
         }
-        (WithoutClaim(history), LeaseOver) => release(policy.pause(0), history.failures), // does not occur: without the store there is no lease
+        // Does not occur: a handler without a claim has no lease.
+        (WithoutClaim(history), LeaseOver) => release(policy.pause(0), history.failures),
 
         // Another program wrote the value under the key, and it is not overwritten. Only this id is
         // affected.

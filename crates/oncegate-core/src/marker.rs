@@ -33,8 +33,8 @@ pub enum Guarantee {
     #[default]
     EffectivelyOnce,
     /// `SET processed:<id> 1 EX <window> NX` before the handler, `DEL` after any failure: the usual
-    /// code, for comparison. Loses messages on a crash, on a duplicate of a message that then fails,
-    /// and on a lost reply.
+    /// code, for comparison. Loses messages on a crash, on a duplicate of a message that then
+    /// fails, and on a lost reply.
     Bare,
 }
 
@@ -145,7 +145,8 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
         (Ask::Clear(effect), InProgress(hold)) if is_own(&hold) => {
             match (effect, terms.guarantee) {
                 (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Applied),
-                (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost), // does not occur: an unknown outcome is recorded with `Doubt`
+                // Does not occur: at most once records an unknown outcome with `Ask::Doubt`.
+                (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost),
                 _ => cleared(hold.attempts, hold.earlier.and(*effect)),
             }
         }
@@ -247,7 +248,8 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     };
     match marker {
         Absent => grant(Attempts::new(0), Effect::Nothing),
-        // Effectively once left an unknown outcome, and then the guarantee was changed.
+        // An unknown outcome of an effectively-once attempt stays unknown if the guarantee is
+        // changed.
         Cleared {
             attempts,
             effect: Effect::Unknown,
@@ -256,8 +258,10 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
         InProgress(hold) if hold.token == operation.token => {
             (Write(marker, hold.horizon), Verdict::Granted(hold.attempts))
         }
-        InProgress(hold) if !lease_has_ended(&hold, age) => busy(&hold), // also with another body, because the holder may fail
-        InProgress(hold) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict), // not `Busy`, because the holder may have crashed and never claim again
+        // Also with another body, because the holder may fail.
+        InProgress(hold) if !lease_has_ended(&hold, age) => busy(&hold),
+        // Not `Busy`: the holder may have crashed, and may never claim again.
+        InProgress(hold) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict),
         // A crash may have another cause than this message, so it is counted separately from failed
         // attempts.
         InProgress(hold) if is_at_most_once(hold.guarantee, terms.guarantee) => {

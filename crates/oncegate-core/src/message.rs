@@ -56,8 +56,8 @@ impl Message {
         self
     }
 
-    /// Copies key, headers and body, so that keeping the message does not keep the memory of its whole
-    /// batch.
+    /// Copies key, headers and body, so that keeping the message does not keep the memory of its
+    /// whole batch.
     pub fn detach(&mut self) {
         let copy = |bytes: &mut Bytes| *bytes = Bytes::copy_from_slice(bytes);
         self.key.iter_mut().for_each(copy);

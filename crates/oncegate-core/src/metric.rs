@@ -9,7 +9,7 @@ use metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
 pub struct Metric {
     /// Its name, by Prometheus's conventions.
     pub name: &'static str,
-    /// What kind of number it is.
+    /// Its kind.
     pub kind: Kind,
     /// Its labels, each of which has few values.
     pub labels: &'static [&'static str],
@@ -17,7 +17,7 @@ pub struct Metric {
     pub help: &'static str,
 }
 
-/// What kind of number a metric is.
+/// The kind of a metric, as in Prometheus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Kind {

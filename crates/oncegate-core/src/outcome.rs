@@ -5,8 +5,8 @@ use metrics::{Counter, counter};
 use crate::lifecycle::{Event, Outcome, Settlement};
 use crate::marker::{Attempts, Finding, Verdict};
 
-/// `oncegate_deliveries_total{outcome=…}`: the verdicts for deliveries, the results of their runs, and
-/// their settlements.
+/// `oncegate_deliveries_total{outcome=…}`: the verdicts for deliveries, the results of their runs,
+/// and their settlements.
 pub const DELIVERIES: &str = "oncegate_deliveries_total";
 
 macro_rules! outcomes {

@@ -13,7 +13,7 @@ use crate::store::{Persistence, Store, StoreError};
 const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// How often an unavailable store is logged.
+/// The interval of log lines about an unavailable store.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Checks that the store can keep the guarantee. Retries while the store is unavailable.

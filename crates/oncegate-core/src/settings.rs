@@ -366,7 +366,8 @@ impl Settings {
         self.lease + run_and_pauses.saturating_mul(runs).min(MAX_DURATION)
     }
 
-    /// How long a delivery may stay unsettled: see [`Builder::longest_open`](crate::Builder::longest_open).
+    /// How long a delivery may stay unsettled: see
+    /// [`Builder::longest_open`](crate::Builder::longest_open).
     pub(crate) fn longest_open(&self) -> Duration {
         let retries = if self.guarantee == Guarantee::Bare {
             0

@@ -24,8 +24,8 @@ pub trait Source: Send {
     /// Waits for a message, then appends all that are ready, within the limit, without waiting for
     /// more.
     ///
-    /// Cancel-safe: dropping the future loses no message. The call also drives the background work of
-    /// the source, and may return without a message.
+    /// Cancel-safe: dropping the future loses no message. The call also drives the background work
+    /// of the source, and may return without a message.
     ///
     /// # Errors
     /// Permanent errors only. The consumer drains and returns the error.
@@ -34,8 +34,8 @@ pub trait Source: Send {
     /// Takes settlements, in any order, and returns at once, leaving `settled` empty.
     ///
     /// The source settles in the background: it commits the lowest unsettled offset (Kafka) or
-    /// acknowledges (AMQP), redelivers released messages, publishes dead letters and waits for their
-    /// confirmation.
+    /// acknowledges (AMQP), redelivers released messages, publishes dead letters and waits for
+    /// their confirmation.
     ///
     /// # Errors
     /// As [`Source::receive`].
@@ -64,13 +64,13 @@ pub trait Source: Send {
         None
     }
 
-    /// How the consumer handles the deliveries of this source.
+    /// The properties of this source that the consumer needs.
     fn properties(&self) -> SourceProperties {
         SourceProperties::default()
     }
 }
 
-/// How the consumer handles the deliveries of a source, from [`Source::properties`].
+/// The properties of a source that the consumer needs, from [`Source::properties`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SourceProperties {
@@ -81,8 +81,8 @@ pub struct SourceProperties {
     pub max_store_batch: usize,
     /// Whether batches to a slow store may overlap. Default: no. Kafka: yes.
     pub overlapping_batches: bool,
-    /// Where deliveries wait for their next attempt. Default: in the consumer, without a limit of time.
-    /// RabbitMQ: in delay queues if they wait for longer than five seconds.
+    /// Where deliveries wait for their next attempt. Default: in the consumer, without a limit of
+    /// time. RabbitMQ: in delay queues if they wait for longer than five seconds.
     pub retry_delays: RetryDelays,
 }
 
@@ -106,7 +106,7 @@ pub enum QueueLevel {
 /// delivery with an ordering key always waits in the consumer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RetryDelays {
-    /// In the consumer. The source redelivers what is released at once.
+    /// In the consumer. The source redelivers a released message at once.
     InConsumer {
         /// The maximum delay; a longer one is shortened to it.
         longest: Duration,
@@ -148,8 +148,7 @@ pub trait Connect: Send + 'static {
     type Source: Source + 'static;
 
     /// Checks that messages of this source have the part that this [`IdSource`] reads. Connects to
-    /// nothing;
-    /// [`Builder::build`](crate::Builder::build) calls it.
+    /// nothing. [`Builder::build`](crate::Builder::build) calls this method.
     ///
     /// # Errors
     /// Messages of this source do not have that part. The error says what to use instead.
@@ -177,8 +176,8 @@ pub struct ConnectOptions {
     /// The dedup window. A message that is redelivered after the window is handled again. A source
     /// that can detect that its broker keeps messages for longer logs a warning.
     pub dedup_window: Option<Duration>,
-    /// The order that the user set. With [`Order::ByKey`] or [`Order::ByPartition`], a source must not
-    /// reorder released messages.
+    /// The order that the user set. With [`Order::ByKey`] or [`Order::ByPartition`], a source must
+    /// not reorder released messages.
     pub order: Option<Order>,
     /// How long a delivery may stay unsettled, [`Builder::longest_open`]. A source whose broker has
     /// a lower limit logs a warning.
@@ -201,7 +200,7 @@ impl Limit {
     pub const NOTHING: Self = Self { count: 0, bytes: 0 };
 }
 
-/// What [`Source::receive`] returns.
+/// One item that [`Source::receive`] appends.
 #[derive(Debug)]
 #[allow(
     clippy::large_enum_variant,
@@ -223,8 +222,8 @@ pub struct Delivery {
     pub message: Message,
     /// The source's handle to settle the delivery.
     pub receipt: Receipt,
-    /// How many attempts of this message failed before, from its last release; 0 if the source does
-    /// not know.
+    /// How many attempts of this message failed before, as its last release reported; 0 if the
+    /// source does not transport this number.
     pub failures: u32,
 }
 
@@ -258,7 +257,7 @@ impl Receipt {
 pub struct Settled {
     /// The delivery, moved.
     pub delivery: Delivery,
-    /// What the source does with it.
+    /// How the source settles the delivery.
     pub settlement: Settlement,
     /// The history of its failures, for the headers of a dead letter; `None` if it is not rejected.
     pub failure_history: Option<Box<FailureHistory>>,
@@ -346,7 +345,7 @@ pub mod headers {
     /// attempt without a recorded outcome counts in [`CRASHES`].
     pub const ATTEMPTS: &str = "oncegate-attempts";
     /// How many leases ended without a recorded outcome: the process crashed, or lost its
-    /// connection to the store; left out if none.
+    /// connection to the store; left out if it is 0.
     pub const CRASHES: &str = "oncegate-crashes";
     /// The highest known attempt number of the id; left out if no attempt was granted.
     pub const FENCE: &str = "oncegate-fence";

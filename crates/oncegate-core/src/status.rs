@@ -13,7 +13,7 @@ use crate::store_health::{StoreHealth, StoreSnapshot};
 /// How often a consumer publishes its status.
 pub(crate) const PUBLISH_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How many of the oldest deliveries are listed.
+/// The maximum number of deliveries in [`ConsumerSnapshot::oldest`].
 const MAX_OLDEST: usize = 20;
 
 /// The status of a consumer: how many deliveries it has, the oldest of them, and whether its store

@@ -1,4 +1,4 @@
-//! The contract of a store: it remembers ids.
+//! The contract of a store, which keeps the markers of ids.
 
 use std::time::Duration;
 
@@ -6,11 +6,11 @@ use async_trait::async_trait;
 
 use crate::marker::{Guarantee, Marker, Operation, Verdict};
 
-/// Remembers the state of each id.
+/// Keeps the marker of each id, which records its state.
 ///
 /// # The contract
-/// - Each operation is applied as [`marker::apply`](crate::marker::apply) defines, atomically on its
-///   own key, with ages by the store's own clock.
+/// - Each operation is applied as [`marker::apply`](crate::marker::apply) defines, atomically on
+///   its own key, with ages by the store's own clock.
 /// - The answer has one entry per operation, in order. Operations on one key are applied in the
 ///   given order. One failed operation does not affect the others.
 /// - If the future is dropped, each operation may or may not be applied. Repeating it is safe.
@@ -39,7 +39,8 @@ pub trait Store: Send + Sync {
     /// [`StoreError::Unknown`] are retried; [`StoreError::Misconfigured`] ends the consumer.
     ///
     /// # Errors
-    /// The wrong setting, what is wrong with it, and what to do.
+    /// The store cannot keep the guarantee. The text names the wrong setting, what is wrong with
+    /// it, and what to do.
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         let _ = guarantee;
         self.persistence().await.map(drop)
@@ -51,7 +52,7 @@ pub trait Store: Send + Sync {
     /// Called at start, after [`preflight`](Self::preflight), with the same errors.
     ///
     /// # Errors
-    /// What prevents the use of the store, and what to do.
+    /// The store cannot be used. The text says why and what to do.
     async fn persistence(&self) -> Result<Persistence, StoreError> {
         Ok(Persistence::Volatile(
             "it does not report whether its data survives a crash".into(),

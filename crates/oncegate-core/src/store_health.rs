@@ -14,7 +14,7 @@ pub struct StoreSnapshot {
     pub name: String,
     /// Whether the store is available.
     pub state: StoreState,
-    /// Its last error, however long ago.
+    /// The last error of the store since the consumer started.
     pub last_error: Option<LastStoreError>,
 }
 
@@ -29,8 +29,8 @@ pub enum StoreState {
         /// How long ago the store answered. Without messages no operations are sent, so this grows.
         last_answer: Duration,
     },
-    /// The store did not answer the last batch. The consumer retries a few times a second, as long as
-    /// deliveries wait for the store.
+    /// The store did not answer the last batch. The consumer retries a few times a second, as long
+    /// as deliveries wait for the store.
     Unavailable {
         /// How long ago the first unanswered batch failed.
         since: Duration,

@@ -143,8 +143,8 @@ impl Engine {
         summary
     }
 
-    /// Updates the lease, the claim state and the span of a delivery, and logs takeovers, duplicates
-    /// and claims of ids that are held elsewhere.
+    /// Updates the lease, the claim state and the span of a delivery, and logs takeovers,
+    /// duplicates and claims of ids that are held elsewhere.
     #[inline]
     fn record_verdict(
         &mut self,
@@ -170,7 +170,7 @@ impl Engine {
                     let shared = entry.in_flight.shared_mut();
                     (shared.attempt, shared.lease) = (attempts.number, Some(lease));
                     entry.has_lease = true;
-                    self.leases.granted(slot, entry.in_flight.shared().clone());
+                    self.leases.register(slot, entry.in_flight.shared().clone());
                 }
                 return;
             }
@@ -182,7 +182,7 @@ impl Engine {
                     self.reporter.metrics.completed(age);
                 }
                 if std::mem::take(&mut entry.has_lease) {
-                    self.leases.ended(slot);
+                    self.leases.unregister(slot);
                 }
             }
             Verdict::Busy { remaining } => {

@@ -11,7 +11,7 @@ use super::entry::{
 use super::executor::Executor;
 use super::leases::Leases;
 use super::reporter::Reporter;
-use super::runs::{FinishedRun, RunKind, RunTicket, Started};
+use super::runs::{FinishedRun, RunKind, RunTicket, StartedRun};
 use super::{Clock, Engine};
 
 use crate::boot_time::BootTime;
@@ -36,7 +36,8 @@ use crate::source::Delivery;
 use crate::spans;
 
 impl Engine {
-    /// Registers a received delivery. Starts its lifecycle, or queues it behind its ordering key.
+    /// Adds a received delivery. Starts its lifecycle, or queues it if another delivery holds its
+    /// ordering key.
     pub(super) fn on_delivery(&mut self, delivery: Delivery) {
         fault::point("delivery");
         let (id, terms) = self.identify(&delivery.message);
@@ -265,8 +266,8 @@ impl Engine {
         if self.follow_ups.is_empty() && self.executor.nothing_to_start() {
             return;
         }
-        // A loop, because recursion would overflow the stack: settling a delivery can start the next
-        // of its ordering key, thousands of times.
+        // A loop, because recursion could overflow the stack: an inline run that ends at once lets
+        // the next waiting delivery start, thousands of times.
         while let Some((slot, event)) = self.follow_ups.pop_front().or_else(|| self.next_runnable())
         {
             self.advance(slot, event);
@@ -354,7 +355,7 @@ impl Engine {
             DriverCommand::Abandon => {
                 self.reporter.outcomes.dropped();
                 if self.intake.remove(slot, |entry| entry.has_lease) == Some(true) {
-                    self.leases.ended(slot);
+                    self.leases.unregister(slot);
                 }
             }
             DriverCommand::Nothing => {}
@@ -472,7 +473,7 @@ impl Engine {
         let removed = self.intake.remove(slot, |entry| {
             entry.task = None;
             if entry.has_lease {
-                leases.ended(slot);
+                leases.unregister(slot);
             }
             let in_flight = &mut entry.in_flight;
             in_flight.settle_in_place(settlement, policy, into);
@@ -540,7 +541,7 @@ impl Engine {
             && std::mem::take(&mut entry.has_lease)
         {
             entry.in_flight.shared_mut().lease = None;
-            self.leases.ended(slot);
+            self.leases.unregister(slot);
         }
     }
 
@@ -645,8 +646,8 @@ fn start_run(
     let cx = Context(entry.in_flight.shared().clone());
     let generation = entry.generation;
     match executor.start(kind, cx, clock.boot, RunTicket { slot, generation }) {
-        Started::Finished(result) => Some(result),
-        Started::Task { task, now } => {
+        StartedRun::Finished(result) => Some(result),
+        StartedRun::Task { task, now } => {
             entry.task = Some(task);
             clock.boot = clock.boot.max(now);
             None

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::runs::{FinishedRun, FinishedRuns, RunKind, RunTicket, StartRun, Started, starter};
+use super::runs::{FinishedRun, FinishedRuns, RunKind, RunTicket, StartRun, StartedRun, starter};
 use super::suspects::Suspects;
 use crate::boot_time::BootTime;
 use crate::context::Context;
@@ -50,9 +50,9 @@ impl Executor {
         cx: Context,
         now: BootTime,
         ticket: RunTicket,
-    ) -> Started {
+    ) -> StartedRun {
         let started = self.runs.start(kind, cx, now, ticket);
-        if let Started::Task { .. } = started {
+        if let StartedRun::Task { .. } = started {
             self.spawned += 1;
         }
         started
@@ -196,10 +196,10 @@ mod tests {
         for generation in 0..3 {
             let (ticket, now) = (RunTicket { slot, generation }, BootTime::now());
             match executor.start(RunKind::Handle, context(0), now, ticket) {
-                Started::Finished(result) => assert_eq!(result.event, DONE),
-                Started::Task { .. } => panic!("it was spawned"),
+                StartedRun::Finished(result) => assert_eq!(result.event, DONE),
+                StartedRun::Task { .. } => panic!("it was spawned"),
             }
-            let Started::Task { task: _task, .. } =
+            let StartedRun::Task { task: _task, .. } =
                 executor.start(RunKind::Handle, context(5), now, ticket)
             else {
                 panic!("it ended at once");

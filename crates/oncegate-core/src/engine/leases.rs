@@ -105,13 +105,13 @@ impl Leases {
 
     /// Registers the lease of a delivery at the next update.
     #[inline]
-    pub(super) fn granted(&mut self, slot: Slot, delivery: Arc<SharedDelivery>) {
+    pub(super) fn register(&mut self, slot: Slot, delivery: Arc<SharedDelivery>) {
         self.granted.push((slot.index, delivery));
     }
 
     /// Stops the renewal of the lease of a delivery at the next update.
     #[inline]
-    pub(super) fn ended(&mut self, slot: Slot) {
+    pub(super) fn unregister(&mut self, slot: Slot) {
         self.ended.push(slot.index);
     }
 

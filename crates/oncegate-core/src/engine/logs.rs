@@ -12,7 +12,8 @@ use crate::run::RunResult;
 use crate::source::Settled;
 use crate::store::StoreError;
 
-/// One throttle for each kind of log line.
+/// The throttles of the log lines. Lines about an unavailable store and about an unavailable
+/// database of an inbox share one.
 pub(super) struct Logs {
     unavailable: LogThrottle,
     late_completions_full: LogThrottle,
@@ -364,7 +365,7 @@ impl Logs {
                 max_crashes,
                 %origin,
                 suppressed_lines,
-                "possible crash loop: processes crashed while they handled this message; it runs alone or in a group, and no other message is claimed until this ends"
+                "possible crash loop: processes crashed or lost the lease while they handled this message; it runs in isolation, and no other message is claimed until it is finished; find out why the processes end"
             );
         }
     }

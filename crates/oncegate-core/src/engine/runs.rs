@@ -24,7 +24,7 @@ pub(super) enum RunKind {
 }
 
 /// A run that was started.
-pub(super) enum Started {
+pub(super) enum StartedRun {
     /// It was inline and ended on its first poll.
     Finished(RunResult),
     /// It runs in a task.
@@ -41,7 +41,8 @@ pub(super) enum Started {
 pub(super) trait StartRun: Send {
     /// Starts a run. With [`Execution::Inline`], this call polls it once. If it runs in a task, its
     /// result is added to [`FinishedRuns`], with this ticket.
-    fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, ticket: RunTicket) -> Started;
+    fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, ticket: RunTicket)
+    -> StartedRun;
 }
 
 /// Starts the runs of one handler. The boxes for the futures of `handle` are used again: a run that
@@ -105,7 +106,13 @@ where
     M: Fn(Context, RunClock) -> F + Clone + Send + Unpin + 'static,
     F: Future<Output = RunResult> + Send + 'static,
 {
-    fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, ticket: RunTicket) -> Started {
+    fn start(
+        &mut self,
+        kind: RunKind,
+        cx: Context,
+        now: BootTime,
+        ticket: RunTicket,
+    ) -> StartedRun {
         let report = |finished: &Arc<FinishedRuns>| RunReport {
             to: finished.clone(),
             ticket,
@@ -117,7 +124,7 @@ where
                 let (began, now) = (now, BootTime::now());
                 report.send(runner.reconcile(cx, RunClock { began, now }).await);
             }));
-            return Started::Task { task, now };
+            return StartedRun::Task { task, now };
         }
         let boxed = self.boxed.take();
         let mut boxed = boxed.unwrap_or_else(|| self.pool.take());
@@ -131,7 +138,7 @@ where
             if let Some(Poll::Ready(result)) = polled {
                 boxed.set(None);
                 self.boxed = Some(boxed);
-                return Started::Finished(result);
+                return StartedRun::Finished(result);
             }
             after = BootTime::now();
         } else {
@@ -143,7 +150,7 @@ where
             pool: self.pool.clone(),
             report: Some(report(&self.finished)),
         }));
-        Started::Task { task, now: after }
+        StartedRun::Task { task, now: after }
     }
 }
 

@@ -48,8 +48,8 @@ impl Suspects {
         self.admitted.iter().map(|(slot, _)| *slot)
     }
 
-    /// Whether this delivery must not be claimed now, because suspects are admitted and it is none
-    /// of them.
+    /// Whether this delivery must not be claimed now, because suspects are admitted and it is not
+    /// one of them.
     pub(super) fn excludes(&self, slot: Slot) -> bool {
         self.has_admitted() && !self.admitted().any(|admitted| admitted == slot)
     }

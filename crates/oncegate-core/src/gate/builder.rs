@@ -18,8 +18,8 @@ use crate::settings::{Settings, VolatileStore};
 use crate::slots::Slots;
 use crate::store::Store;
 
-/// The number of concurrent runs for which memory is allocated at once; more are allocated when they
-/// start.
+/// The number of concurrent runs for which memory is allocated at once; more are allocated when
+/// they start.
 const INITIAL_SLOTS: usize = 16;
 
 /// Builds a [`Gate`].
@@ -33,7 +33,7 @@ pub struct GateBuilder<T> {
 }
 
 impl<T> GateBuilder<T> {
-    /// The store that remembers ids.
+    /// The store, which keeps the marker of each id.
     pub fn store<T2: Store + 'static>(self, store: T2) -> GateBuilder<T2> {
         GateBuilder {
             store,
@@ -75,7 +75,8 @@ impl<T> GateBuilder<T> {
         self
     }
 
-    /// The maximum number of inline retries after [`Failure::Retry`](crate::Failure::Retry). Default: 3.
+    /// The maximum number of inline retries after [`Failure::Retry`](crate::Failure::Retry).
+    /// Default: 3.
     pub fn max_inline_retries(mut self, retries: u32) -> Self {
         self.settings.max_inline_retries = retries;
         self
@@ -124,7 +125,8 @@ impl<T> GateBuilder<T> {
         }
         let store: Arc<dyn Store> = Arc::new(store);
         preflight(&*store, &settings).await?;
-        // Nothing receives lost leases, because `run::bounded` checks the lease while it polls the work.
+        // Nothing receives lost leases, because `run::bounded` checks the lease while it polls the
+        // work.
         let (lost_leases, _) = unbounded_channel();
         let renewals = Renewals::start(
             store.clone(),

@@ -285,7 +285,8 @@ impl<'a, T> GuardedRun<'a, T> {
                 || "an earlier run was interrupted".into(),
                 |failure| failure.to_string(),
             );
-            // With another guarantee the next call runs the work again: there is nothing to resolve.
+            // With another guarantee the next call runs the work again: there is nothing to
+            // resolve.
             GateError::InDoubt(if guarantee == Guarantee::AtMostOnce {
                 format!(
                     "{why}; id {id}: check whether it happened, then run `oncegate in-doubt resolve {id} --happened` or \
@@ -332,8 +333,8 @@ impl<'a, T> GuardedRun<'a, T> {
 }
 
 impl<T> Drop for GuardedRun<'_, T> {
-    /// Stops renewing the lease. If the caller dropped the future while the work ran, the lease then
-    /// ends without a recorded outcome.
+    /// Stops renewing the lease. If the caller dropped the future while the work ran, the lease
+    /// then ends without a recorded outcome.
     fn drop(&mut self) {
         let ended = std::iter::once(self.slot.index);
         self.gate.0.renewals.update(ended, std::iter::empty());

@@ -1,4 +1,4 @@
-//! How the idempotency key of a message is read.
+//! Reads the idempotency key (the id) of a message.
 
 use std::fmt;
 use std::sync::Arc;
@@ -122,7 +122,8 @@ impl IdSource {
         Self(IdReader::JsonPointer(Arc::from(pointer)))
     }
 
-    /// Validates the name of a header and the syntax of a JSON pointer. The error says what is wrong.
+    /// Validates the name of a header and the syntax of a JSON pointer. The error says what is
+    /// wrong.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.0.check()
     }

@@ -58,7 +58,7 @@ pub enum Outcome {
     Unreadable,
     /// The effect may have happened.
     Unknown(DoubtCause),
-    /// The database of the inbox began no transaction, or the reply to a commit was lost: run again.
-    /// The next transaction finds out whether the last one was committed.
+    /// The database of the inbox began no transaction, or the reply to a commit was lost: run
+    /// again. The next transaction finds out whether the last one was committed.
     Unavailable,
 }

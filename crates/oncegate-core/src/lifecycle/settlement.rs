@@ -20,8 +20,8 @@ pub enum Settlement {
     Reject(Reason),
 }
 
-/// Proves that a delivery may be accepted. Only [`transition`](super::transition) creates one, from a verdict of the
-/// store or from a run without the store.
+/// Proves that a delivery may be accepted. Only [`transition`](super::transition) creates one, from
+/// a verdict of the store or from a run without the store.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub struct Proof(pub(super) ProofKind);
 
@@ -34,7 +34,8 @@ pub(super) enum ProofKind {
     Duplicate,
     /// `reconcile` found that the effect had happened, and the store recorded the id as done.
     Resolved,
-    /// The handler succeeded without the store ([`Outage::PassThrough`](super::Outage::PassThrough)).
+    /// The handler succeeded without the store
+    /// ([`Outage::PassThrough`](super::Outage::PassThrough)).
     PassedWithoutStore,
 }
 
@@ -54,25 +55,26 @@ impl Proof {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reason {
-    /// It has no id.
+    /// The message has no id.
     MissingId,
     /// The value from which its id is read cannot be an id, or there are two different values.
     UnusableId,
-    /// Its payload does not parse.
+    /// The body cannot be decoded. On RabbitMQ also: a property, header name or routing key is not
+    /// UTF-8.
     Unreadable,
-    /// Its id was used for another body.
+    /// The id was used for another body.
     Conflict,
-    /// The handler rejected it.
+    /// The handler rejected the message.
     Refused,
     /// All of its `max_attempts` attempts failed.
     AttemptsSpent,
-    /// More than `max_crashes` processes crashed while they handled it.
+    /// More than `max_crashes` processes crashed or lost the lease while they handled the message.
     CrashesSpent,
-    /// It was rejected before and has not been redriven since.
+    /// A message with this id was rejected before, and not redriven since. Only in at most once.
     RejectedBefore,
-    /// It is larger than the source's limit.
+    /// The body is larger than the limit of the source.
     TooLarge,
-    /// It could not be determined whether the effect happened.
+    /// It is unknown whether the effect happened.
     InDoubt(DoubtCause),
 }
 

@@ -8,15 +8,16 @@ use crate::marker::{Ask, Attempts, Effect, Finding};
 /// The stage of a delivery in its lifecycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
-    /// Received from the source, or its grant was withdrawn. No claim was sent.
+    /// The source returned the delivery, or its grant was withdrawn. No claim was sent since.
     New(History),
-    /// A claim was sent to the store.
+    /// Waits for the answer to a claim.
     Claiming(History, ClaimTries),
     /// Waits before it repeats its claim: another holder has the id, or the store did not answer.
     AwaitingClaim(History, ClaimTries, ClaimReply),
-    /// A claim was sent to the store before a drain began: if it is granted, it is withdrawn.
+    /// Waits for the answer to a claim that was sent before a drain began: if the claim is granted,
+    /// it is withdrawn.
     ClaimingInDrain(History),
-    /// The store was asked to withdraw a grant whose handler was not started.
+    /// Waits until the store has withdrawn a grant whose handler was not started.
     Withdrawing(Grant, AfterWithdrawal),
     /// The claim was granted; the handler has not started.
     Ready(Grant),
@@ -24,20 +25,20 @@ pub enum Stage {
     Running(Grant, Tries),
     /// The handler reported that nothing happened; it runs again after a pause.
     Pausing(Grant, Tries),
-    /// The store was asked to record that the outcome is unknown.
+    /// Waits until the store has recorded that the outcome is unknown.
     Doubting(Grant, DoubtCause, AfterDoubt),
     /// `reconcile` runs.
     Reconciling(Grant, Tries, DoubtCause),
     /// `reconcile` did not determine the outcome; it runs again after a pause.
     ReconcilePausing(Grant, Tries, DoubtCause),
-    /// The store was asked to record what `reconcile` found.
+    /// Waits until the store has recorded what `reconcile` found.
     Resolving(Grant, Finding),
-    /// The store was asked to record that the effect happened.
+    /// Waits until the store has recorded that the effect happened.
     Completing(Grant),
-    /// The store was asked to free the id for another attempt. After this delay the delivery is
-    /// released.
+    /// Waits until the store has freed the id for another attempt. The delivery is then released
+    /// with this delay.
     Clearing(Grant, Effect, Duration),
-    /// The store was asked to record the id as rejected, so that it does not run again.
+    /// Waits until the store has recorded the rejection. In at most once the id does not run again.
     Rejecting(Grant, Reason, Effect),
     /// The handler runs without a claim: the store is unavailable, and the user chose
     /// [`Outage::PassThrough`](super::Outage::PassThrough).

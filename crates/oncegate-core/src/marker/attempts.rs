@@ -11,13 +11,13 @@ pub struct Attempts {
     /// How many of the attempts do not count towards `max_attempts`. A grant in doubt, a crash and
     /// a withdrawn grant add one each; a redrive sets this to `number`.
     pub base: u32,
-    /// How many leases ended without a recorded outcome since the last redrive: the process crashed,
-    /// or lost its connection to the store.
+    /// How many leases ended without a recorded outcome since the last redrive: the process
+    /// crashed, or lost its connection to the store.
     pub crashes: u32,
 }
 
 impl Attempts {
-    /// The attempts up to this number, all counted.
+    /// The attempts up to this number, all of which count towards `max_attempts`.
     pub const fn new(number: u32) -> Self {
         Self {
             number,
@@ -26,7 +26,7 @@ impl Attempts {
         }
     }
 
-    /// The attempts up to this number, none counted: all of `max_attempts` are left.
+    /// The attempts up to this number, none of which counts towards `max_attempts`.
     pub const fn none_counted(number: u32) -> Self {
         Self {
             number,
@@ -48,8 +48,8 @@ impl Attempts {
         }
     }
 
-    /// With one more grant, in doubt, whose delivery reconciles: it has a higher fencing token, and
-    /// does not count towards `max_attempts`, because no handler runs.
+    /// With one more grant, to reconcile: it has a higher fencing token, and does not count towards
+    /// `max_attempts`, because `handle` does not run.
     pub(super) const fn granted_in_doubt(self) -> Self {
         self.granted().uncounted()
     }

@@ -8,9 +8,9 @@ use crate::id::Key;
 /// One request to a store. It is atomic on its key, and safe to repeat after a lost reply.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Operation {
-    /// The key.
+    /// The key of the id, without the prefix of the store.
     pub key: Key,
-    /// What to do.
+    /// The kind of the operation.
     pub ask: Ask,
     /// The token of the claim. A marker belongs to the claim of this operation if its token and
     /// attempt number are equal.
@@ -68,7 +68,7 @@ pub enum Ask {
 /// because a done marker does not contain it. Higher than any attempt number in practice.
 pub const UNKNOWN_ATTEMPT: u32 = 1_000_000;
 
-/// What one or more attempts may have done.
+/// What is known about the effect of one or more attempts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Effect {
     /// Nothing happened, and nothing can happen later.
