@@ -1,4 +1,4 @@
-//! The admin port.
+//! The admin port: its builder, its HTTP server and its routes.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::status::{StatusPage, WatchedConsumer, WatchedSource, log_lines};
 /// The default port, on 127.0.0.1.
 pub const PORT: u16 = 9623;
 
-/// The interval of [`Metrics::run_upkeep`], which bounds the memory of recorded samples.
+/// The interval of [`Metrics::run_upkeep`], which limits the memory of recorded samples.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Configures the admin port. Nothing listens before [`Admin::serve`].
@@ -60,7 +60,8 @@ pub struct ServeError {
 }
 
 impl Admin {
-    /// Without consumers, on 127.0.0.1 and [`PORT`]. Without a consumer it is never ready.
+    /// An admin port without consumers, on 127.0.0.1 and [`PORT`]. Without a consumer, `/ready`
+    /// returns 503.
     pub fn new() -> Self {
         Self::default()
     }
@@ -75,8 +76,8 @@ impl Admin {
         self
     }
 
-    /// Adds a consumer. Pass the same two values to the consumer itself. `/ready` requires all
-    /// consumers to be ready.
+    /// Adds a consumer. Pass clones of the same readiness and status to the builder of the
+    /// consumer. `/ready` requires all consumers to be ready.
     pub fn consumer(
         mut self,
         name: impl Into<String>,
@@ -91,7 +92,8 @@ impl Admin {
         self
     }
 
-    /// Adds a Kafka source: its partitions, their offsets, and what blocks them.
+    /// Adds a Kafka source: its partitions, their offsets, and the offset that blocks the commit of
+    /// each.
     #[cfg(feature = "kafka")]
     pub fn kafka(mut self, name: impl Into<String>, status: oncegate::KafkaStatus) -> Self {
         self.state
@@ -109,7 +111,7 @@ impl Admin {
         self
     }
 
-    /// Adds the last warnings and errors.
+    /// Adds the last warnings and errors to `/status`.
     pub fn last_errors(mut self, errors: LastErrors) -> Self {
         self.state.errors = errors;
         self
@@ -125,7 +127,8 @@ impl Admin {
     /// block all other threads.
     ///
     /// # Errors
-    /// The port is in use, or no thread can be started.
+    /// The address cannot be bound, for example because the port is in use, or no thread can be
+    /// started.
     pub fn serve(self) -> Result<AdminServer, ServeError> {
         let address = self
             .address
@@ -178,7 +181,7 @@ async fn run_upkeep(metrics: Option<Metrics>) {
 }
 
 impl AdminServer {
-    /// The address it listens on.
+    /// The address on which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -188,7 +191,7 @@ impl Drop for AdminServer {
     fn drop(&mut self) {
         drop(self.shutdown.take());
         if let Some(thread) = self.thread.take() {
-            let _ = thread.join(); // the panic hook has reported a panic
+            let _ = thread.join(); // fails only after a panic, which the panic hook has reported
         }
     }
 }
@@ -258,7 +261,7 @@ async fn metrics(State(state): State<Arc<AdminState>>) -> impl IntoResponse {
         .metrics
         .as_ref()
         .map(Metrics::text)
-        .unwrap_or_default(); // without metrics there is no route
+        .unwrap_or_default(); // there are metrics, as `/metrics` is routed
     (
         [(
             header::CONTENT_TYPE,

@@ -1,4 +1,4 @@
-//! The connections of the admin port, which are bounded in number and in time.
+//! Serves the connections of the admin port, with limits for their number and their duration.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -11,14 +11,14 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
 
-/// The maximum number of connections. A new one closes the oldest, so that clients that send no
-/// complete request cannot keep a probe from `/live`.
+/// The maximum number of open connections. At the limit a new one closes the oldest, so that
+/// clients that send no complete request cannot block a probe of `/live`.
 const MAX_CONNECTIONS: usize = 64;
 
 /// How long the headers of a request may take.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long a connection may take, with its request and its response.
+/// How long a connection may last, including its request and its response.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The pause after a connection cannot be accepted, usually for lack of file descriptors.
@@ -40,7 +40,7 @@ pub(crate) async fn serve_connections(listener: TcpListener, router: Router) {
                 let connection = tokio::spawn(serve_connection(stream, router.clone()));
                 open.push_back(connection.abort_handle());
                 is_failing = false;
-                // Lets the new connection be answered before later ones may close it.
+                // Lets the new connection be served before later connections may close it.
                 tokio::task::yield_now().await;
             }
             Err(error) => {

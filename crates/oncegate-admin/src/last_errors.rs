@@ -10,11 +10,12 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 
-/// The maximum number of lines.
+/// The maximum number of lines that are kept.
 const CAPACITY: usize = 20;
 /// The maximum length of a line, in bytes.
 pub(crate) const MAX_LINE_BYTES: usize = 500;
-/// Fields that identify a message. An error beside them comes from the handler.
+/// Fields that identify a message. In a line with one of them, the field `error` may come from the
+/// handler.
 const MESSAGE_FIELDS: &[&str] = &["id", "key", "origin"];
 
 /// Keeps the last 20 warnings and errors that oncegate logged, for the status page. Clones share
@@ -24,7 +25,7 @@ const MESSAGE_FIELDS: &[&str] = &["id", "key", "origin"];
 /// [`Admin::last_errors`](crate::Admin::last_errors). It receives the events that earlier filters
 /// let through.
 ///
-/// Omits error texts and panic messages of handlers, which may quote a payload.
+/// Omits error texts and panic messages of handlers, because they may quote a payload.
 ///
 /// ```
 /// use oncegate_admin::{Admin, LastErrors};
@@ -101,6 +102,7 @@ struct LineVisitor {
     message: String,
     fields: String,
     error: Option<String>,
+    /// Whether the event has one of [`MESSAGE_FIELDS`].
     concerns_message: bool,
 }
 

@@ -1,6 +1,6 @@
 //! An HTTP port for the liveness, readiness, status and metrics of oncegate consumers.
 //!
-//! | path | answers |
+//! | path | response |
 //! | --- | --- |
 //! | `GET /` | these paths, as text |
 //! | `GET /live` | 200 while the process responds, even if a broker or a store is unavailable, which a restart does not fix |
@@ -8,9 +8,9 @@
 //! | `GET /status` | consumers, sources and the last warnings and errors, as JSON |
 //! | `GET /metrics` | all metrics of the process in the Prometheus text format |
 //!
-//! It shows message ids, names of topics and queues, and log lines. It never shows payloads,
-//! headers, error texts of handlers, or secrets. Ids can be personal data, and there is no
-//! authentication: by default it listens on 127.0.0.1.
+//! The pages contain message ids, names of topics and queues, and log lines. They never contain
+//! payloads, headers, error texts of handlers, or secrets. Ids can be personal data, and there is
+//! no authentication: by default the port is open on 127.0.0.1 only.
 //!
 //! ```no_run
 //! use oncegate::{Consumer, ConsumerStatus, Readiness};

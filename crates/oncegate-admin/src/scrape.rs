@@ -32,9 +32,9 @@ impl Metrics {
     /// Installs the recorder of this process. Call it once, before the first consumer is built:
     /// earlier metrics are lost.
     ///
-    /// Durations are histograms with buckets, so that they can be aggregated over processes.
-    /// Counters without labels start at 0, since Prometheus does not count the first value of a new
-    /// counter as an increase.
+    /// Exports durations as histograms with buckets, which can be aggregated over processes.
+    /// Exports counters without labels from the start, with 0, because Prometheus does not count
+    /// the first value of a new counter as an increase.
     ///
     /// # Errors
     /// A recorder is already installed.
@@ -50,8 +50,8 @@ impl Metrics {
         INSTALLED.get().cloned()
     }
 
-    /// Returns a recorder to forward to from a recorder of your own. Call [`Metrics::begin`] once
-    /// yours is installed.
+    /// Returns the metrics and their recorder, to which your own recorder forwards. Call
+    /// [`Metrics::begin`] once your recorder is installed.
     pub fn recorder() -> (Self, PrometheusRecorder) {
         let recorder = PrometheusBuilder::new()
             .set_buckets_for_metric(Matcher::Prefix("oncegate_".to_owned()), BUCKETS)
@@ -70,7 +70,7 @@ impl Metrics {
         }
     }
 
-    /// Uses the handle of an exporter that you installed.
+    /// The metrics of an exporter that you have installed.
     pub fn of(handle: PrometheusHandle) -> Self {
         Self(handle)
     }
@@ -80,7 +80,7 @@ impl Metrics {
         self.0.render()
     }
 
-    /// Moves samples into their histograms; without it memory grows until the next scrape.
+    /// Moves samples into their histograms. Without this, their memory grows until the next scrape.
     pub(crate) fn run_upkeep(&self) {
         self.0.run_upkeep();
     }

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::last_errors::{LastErrors, LogLine, MAX_LINE_BYTES, truncation_point};
 
-/// The complete page.
+/// The page `/status`.
 #[derive(Serialize)]
 pub(crate) struct StatusPage {
     pub(crate) ready: bool,
@@ -17,7 +17,7 @@ pub(crate) struct StatusPage {
     pub(crate) last_errors: Vec<LastErrorView>,
 }
 
-/// A consumer of the admin port.
+/// A consumer that was added to the admin port.
 #[derive(Clone, Debug)]
 pub(crate) struct WatchedConsumer {
     pub(crate) name: String,
@@ -44,7 +44,7 @@ struct StoreView {
     last_error: Option<StoreErrorView>,
 }
 
-/// The state, with the seconds since the last answer or since the store became unavailable.
+/// The state of a store, with the seconds since its last answer or since it became unavailable.
 #[derive(Serialize)]
 #[serde(tag = "state", rename_all = "lowercase")]
 enum StoreStateView {
@@ -78,7 +78,7 @@ struct OldestDelivery {
     crashes: u32,
 }
 
-/// A source of the admin port.
+/// A source that was added to the admin port.
 #[derive(Clone, Debug)]
 pub(crate) enum WatchedSource {
     #[cfg(feature = "kafka")]
@@ -170,9 +170,9 @@ impl StoreView {
             },
             _ => StoreStateView::Unused,
         };
-        let to_error = |LastStoreError {
-                            since, mut text, ..
-                        }| {
+        let to_view = |LastStoreError {
+                           since, mut text, ..
+                       }| {
             text.truncate(truncation_point(&text, MAX_LINE_BYTES));
             StoreErrorView {
                 seconds_ago: seconds(since),
@@ -182,7 +182,7 @@ impl StoreView {
         Self {
             name: snapshot.name,
             state,
-            last_error: snapshot.last_error.map(to_error),
+            last_error: snapshot.last_error.map(to_view),
         }
     }
 }
@@ -269,6 +269,7 @@ impl PartitionView {
     }
 }
 
+/// The last warnings and errors, newest first.
 pub(crate) fn log_lines(errors: &LastErrors) -> Vec<LastErrorView> {
     let to_view = |LogLine {
                        at,

@@ -1,4 +1,4 @@
-//! A clock for leases, which does not stop while the machine is suspended.
+//! A clock for leases, which continues while the machine is suspended.
 
 use std::ops::Add;
 use std::time::Duration;
@@ -15,8 +15,8 @@ impl BootTime {
     #[cfg(target_os = "linux")]
     pub(crate) fn now() -> Self {
         let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-        // Both are positive, and the sum overflows only after 500,000 years of uptime. Plus 1, because a
-        // lease stores 0 once it is lost.
+        // Both parts are positive, and the sum overflows only after 500,000 years of uptime. Plus
+        // 1, because a lease stores 0 as its deadline once it is lost.
         Self(time.tv_sec as u64 * 1_000_000 + time.tv_nsec as u64 / 1_000 + 1)
     }
 
@@ -27,12 +27,12 @@ impl BootTime {
         Self(START.elapsed().as_micros() as u64 + 1)
     }
 
-    /// The time from `now` until this; zero if it has passed.
+    /// The time from `now` until this time; zero if this time has passed.
     pub(crate) fn remaining_at(self, now: Self) -> Duration {
         Duration::from_micros(self.0.saturating_sub(now.0))
     }
 
-    /// The time from this until `now`; zero if it is in the future.
+    /// The time from this time until `now`; zero if this time is in the future.
     pub(crate) fn elapsed_at(self, now: Self) -> Duration {
         now.remaining_at(self)
     }

@@ -1,30 +1,30 @@
-//! A circuit breaker for the store.
+//! A circuit breaker for requests to the store.
 
 use std::time::{Duration, Instant};
 
-/// Counts consecutive batches without an answer. An unavailable store gets a few requests a second,
-/// however many deliveries wait for it.
+/// Counts consecutive requests without an answer. While the store is unavailable, it gets a few
+/// requests a second, however many deliveries wait for it.
 #[derive(Debug)]
 pub(crate) struct Breaker {
     unanswered: u32,
-    /// When the first of these requests failed.
+    /// When the first of the unanswered requests failed.
     since: Instant,
     next_try: Instant,
 }
 
-/// Whether a request may be sent to the store now.
+/// The state of a circuit breaker: whether a request may be sent to the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BreakerDecision {
-    /// Closed: the store answers.
-    Ask,
-    /// Half-open: one request at a time.
-    TryOnce,
-    /// Open: not yet.
-    Wait,
+pub(crate) enum BreakerState {
+    /// The store answers: any number of requests may be sent.
+    Closed,
+    /// The store did not answer, and the pause since then is over: one request may be sent.
+    HalfOpen,
+    /// The store did not answer, and the pause is not over: no request may be sent.
+    Open,
 }
 
-/// The pause after the first failure. With renewals, which pause as long, a process sends at most
-/// 20 requests a second.
+/// The pause after the first failure. The renewals pause as long, so a consumer sends at most 20
+/// requests a second to an unavailable store.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause, and so the longest delay until a recovered store is used again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -40,11 +40,12 @@ impl Breaker {
         }
     }
 
-    pub(crate) fn decide(&self, now: Instant) -> BreakerDecision {
+    /// The state of the breaker at this moment.
+    pub(crate) fn state(&self, now: Instant) -> BreakerState {
         match self.unanswered {
-            0 => BreakerDecision::Ask,
-            _ if now >= self.next_try => BreakerDecision::TryOnce,
-            _ => BreakerDecision::Wait,
+            0 => BreakerState::Closed,
+            _ if now >= self.next_try => BreakerState::HalfOpen,
+            _ => BreakerState::Open,
         }
     }
 
@@ -53,8 +54,8 @@ impl Breaker {
         (self.unanswered > 0).then_some(self.next_try)
     }
 
-    /// A request is sent now; the next one may follow after [`FIRST_PAUSE`].
-    pub(crate) fn trying(&mut self, now: Instant) {
+    /// A request was sent while half-open: the breaker is open for [`FIRST_PAUSE`].
+    pub(crate) fn request_sent(&mut self, now: Instant) {
         self.next_try = now + FIRST_PAUSE;
     }
 
@@ -85,33 +86,33 @@ mod tests {
         let start = Instant::now();
         let mut breaker = Breaker::closed();
         assert_eq!(
-            (breaker.decide(start), breaker.next_try_at()),
-            (BreakerDecision::Ask, None)
+            (breaker.state(start), breaker.next_try_at()),
+            (BreakerState::Closed, None)
         );
         let mut now = start;
-        let mut tries = 0;
+        let mut requests = 0;
         while now < start + Duration::from_secs(10) {
-            match breaker.decide(now) {
-                BreakerDecision::Wait => {
+            match breaker.state(now) {
+                BreakerState::Open => {
                     now = breaker
                         .next_try_at()
                         .expect("a breaker that waits has a next try")
                 }
-                BreakerDecision::Ask | BreakerDecision::TryOnce => {
-                    tries += 1;
+                BreakerState::Closed | BreakerState::HalfOpen => {
+                    requests += 1;
                     breaker.not_answered(now);
                 }
             }
         }
-        assert!((5..=14).contains(&tries), "{tries} in ten seconds");
+        assert!((5..=14).contains(&requests), "{requests} in ten seconds");
         assert!(
             breaker
                 .answered(now)
                 .is_some_and(|unavailable_for| unavailable_for >= Duration::from_secs(9))
         );
         assert_eq!(
-            (breaker.decide(now), breaker.answered(now)),
-            (BreakerDecision::Ask, None)
+            (breaker.state(now), breaker.answered(now)),
+            (BreakerState::Closed, None)
         );
     }
 }

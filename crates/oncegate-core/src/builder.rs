@@ -22,8 +22,8 @@ use crate::source::{Connect, ConnectOptions, Order, Source};
 use crate::status::{ClearStatusOnDrop, ConsumerStatus};
 use crate::store::Store;
 
-/// Builds a consumer, from [`Consumer::builder`]. [`build`](Self::build) needs a source, a store, an
-/// id and a handler.
+/// Builds a consumer, from [`Consumer::builder`]. [`build`](Self::build) needs a source, a store,
+/// an id and a handler.
 #[derive(Clone, Debug)]
 #[must_use = "a builder does nothing until it is built and run"]
 pub struct Builder<S, T, H, D> {
@@ -69,7 +69,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
-    /// The store that remembers ids.
+    /// The store, which keeps the marker of each id.
     pub fn store<T2: Store + 'static>(self, store: T2) -> Builder<S, T2, H, D> {
         let Self {
             source,
@@ -90,12 +90,13 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
-    /// The inbox, instead of a store: each message is handled in a transaction of its database, which
-    /// also records the message. Call [`transactional_handler`](Builder::transactional_handler) next.
+    /// The inbox, instead of a store: each message is handled in a transaction of its database,
+    /// which also records the message. Call
+    /// [`transactional_handler`](Builder::transactional_handler) next.
     ///
-    /// Lowers [`max_in_flight`](Self::max_in_flight) to the number of connections that the inbox has.
-    /// Messages wait while its database is unavailable. How often a message failed is remembered in
-    /// this process, and crashes are not counted.
+    /// Lowers [`max_in_flight`](Self::max_in_flight) to the number of connections that the inbox
+    /// has. Messages wait while its database is unavailable. The number of failures of a message is
+    /// kept in the memory of this process, and crashes are not counted.
     pub fn inbox<I: Inbox>(self, inbox: I) -> Builder<S, InboxStore<I>, H, D> {
         let max_transactions = inbox.max_transactions();
         let mut builder = self.store(InboxStore::new(inbox));
@@ -147,8 +148,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
-    /// The guarantee: what follows when it is unknown whether an effect happened. Default:
-    /// effectively once.
+    /// The guarantee, which decides whether a handler runs again when it is unknown whether its
+    /// effect happened. Default: effectively once.
     pub fn guarantee(mut self, guarantee: Guarantee) -> Self {
         self.settings.guarantee = guarantee;
         self
@@ -161,16 +162,15 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// Separates this consumer from others on the same store: without a scope, two services that
-    /// share a store skip each other's messages. 1 to 100 bytes of
-    /// `[A-Za-z0-9._:@/+=-]`.
+    /// The name of this consumer in its keys in the store: without a scope, two services that share
+    /// a store skip each other's messages. 1 to 100 bytes of `[A-Za-z0-9._:@/+=-]`.
     pub fn scope(mut self, scope: impl Into<String>) -> Self {
         self.scope = Some(scope.into());
         self
     }
 
-    /// Whether a message with a known id and a different body is a conflict. Default: compares
-    /// bodies in at most once, and nothing otherwise.
+    /// Whether a message is a conflict if the store has its id with a different body. Default:
+    /// compares bodies in at most once, and nothing otherwise.
     pub fn fingerprints(mut self, fingerprints: Fingerprints) -> Self {
         self.settings.fingerprints = fingerprints;
         self
@@ -191,8 +191,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// Sets the lease for handlers that run up to this long: twice as long, plus 1 s. A handler may
-    /// run longer, because leases are renewed. A longer lease delays the redelivery after a crash, and
-    /// tolerates a longer pause of the process.
+    /// run longer, because leases are renewed. A longer lease delays the redelivery after a crash,
+    /// and tolerates a longer pause of the process.
     pub fn lease_for(self, longest_run: Duration) -> Self {
         self.lease(lease_for(longest_run))
     }
@@ -222,10 +222,10 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// dead-lettered as `crashes-spent`, or goes to the in-doubt queue in at most once; at least 2.
     /// Default: 10.
     ///
-    /// A crash does not count towards [`max_attempts`](Self::max_attempts), because a
-    /// process may be killed for other reasons. After two crashes the message runs in isolation: in a
-    /// group of such messages, or alone if the next crash would dead-letter it. No other message is
-    /// claimed until they have ended.
+    /// A crash does not count towards [`max_attempts`](Self::max_attempts), because a process may
+    /// be killed for other reasons. After two crashes the message runs in isolation: in a group of
+    /// such messages, or alone if the next crash would dead-letter it. No other message is claimed
+    /// until the messages in isolation are finished.
     pub fn max_crashes(mut self, crashes: u32) -> Self {
         self.settings.max_crashes = crashes;
         self
@@ -237,8 +237,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// The first and the longest pause before a retry, the longest at least as long as the first; the
-    /// pause doubles, with jitter. Default: 100 ms and 10 s.
+    /// The first and the longest pause before a retry; the longest must not be shorter. Each pause
+    /// is twice as long as the one before it, with jitter. Default: 100 ms and 10 s.
     pub fn backoff(mut self, first: Duration, longest: Duration) -> Self {
         self.settings.backoff = first;
         self.settings.longest_backoff = longest;
@@ -246,15 +246,15 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// The maximum number of `reconcile` calls before a message goes to the in-doubt queue, at
-    /// least 1. Default: 5. One that crashes its process counts towards
+    /// least 1. Default: 5. A call that crashes its process also counts towards
     /// [`max_crashes`](Self::max_crashes).
     pub fn max_reconciles(mut self, reconciles: u32) -> Self {
         self.settings.max_reconciles = reconciles;
         self
     }
 
-    /// The timeout of a handler. At the timeout it is dropped, and its outcome is unknown. Default: 5
-    /// min.
+    /// The timeout of a handler. At the timeout it is dropped, and its outcome is unknown. Default:
+    /// 5 min.
     pub fn handler_timeout(mut self, timeout: Duration) -> Self {
         self.settings.handler_timeout = timeout;
         self
@@ -276,8 +276,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// The maximum number of queued deliveries, at least 1: those that wait for their next attempt,
     /// after a failure or for another holder of their id, or behind another of their key or
     /// partition. They are not in flight. At the limit nothing is received until one of them
-    /// proceeds; a source with delay queues (RabbitMQ) delays deliveries without an ordering key there
-    /// instead. Default: 10,000.
+    /// proceeds; a source with delay queues (RabbitMQ) delays deliveries without an ordering key
+    /// there instead. Default: 10,000.
     pub fn max_queued(mut self, count: usize) -> Self {
         self.settings.max_queued = count;
         self
@@ -291,7 +291,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 
     /// How long handlers may continue to run after the consumer begins to stop. Default: 30 s. A
     /// handler that still runs then is dropped: its outcome is unknown, which counts as an attempt
-    /// and not as a crash. The stop waits up to 2 s longer until the store has recorded that.
+    /// and not as a crash. The consumer then waits up to 2 s more for the store to record these
+    /// outcomes.
     pub fn drain_timeout(mut self, timeout: Duration) -> Self {
         self.settings.drain_timeout = timeout;
         self
@@ -299,7 +300,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 
     /// The maximum age of a message that counts as new when the store does not know its id. An
     /// older one is in doubt in at most once; otherwise it is handled, and counted as `too_old`.
-    /// Default: half the dedup window.
+    /// Default: half of the dedup window.
     pub fn max_age(mut self, age: Duration) -> Self {
         self.settings.max_age = Some(age);
         self
@@ -324,8 +325,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// Checks the settings as the consumer does before it starts. Connects to nothing. Whether
-    /// the source has what the id is read from is checked by [`build`](Self::build).
+    /// Checks the settings as the consumer does before it starts. Connects to nothing. Only
+    /// [`build`](Self::build) checks that the source has what the id is read from.
     ///
     /// # Errors
     /// [`Error::Misconfigured`] names the first wrong setting and its remedy.
@@ -339,26 +340,27 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 
     /// How long a delivery may stay unsettled with these settings: two leases, while another holder
     /// has its id, and then all inline retries, each up to the handler timeout, with the longest
-    /// pauses between. `reconcile` and queueing behind an ordering key may add to that. A broker that
-    /// limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
+    /// pauses between. `reconcile` and queueing behind an ordering key may add to that. A broker
+    /// that limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
     pub fn longest_open(&self) -> Duration {
         self.settings.longest_open()
     }
 
-    /// Where to report whether the consumer receives messages: for a readiness probe.
+    /// The readiness that the consumer updates, for a readiness probe.
     pub fn readiness(mut self, readiness: Readiness) -> Self {
         self.settings.readiness = readiness;
         self
     }
 
-    /// Where to report the deliveries in flight and the oldest of them: for a status page.
+    /// The status that the consumer updates, for a status page: its deliveries in flight, the
+    /// oldest of them, and its store.
     pub fn status(mut self, status: ConsumerStatus) -> Self {
         self.settings.status = Some(status);
         self
     }
 
-    /// Allows at most once on a store that may lose data in a crash. You accept that a message
-    /// whose id is lost may run again.
+    /// Allows at most once, or an inbox, on a store that may lose data in a crash. You accept that
+    /// a message whose id is lost may run again.
     pub fn allow_volatile_store(mut self) -> Self {
         self.settings.volatile_store = VolatileStore::Allowed;
         self
@@ -444,7 +446,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 }
 
-/// Connects, and runs until the handle starts a drain.
+/// Checks the store, connects the source, and runs the engine until the handle starts a drain.
 async fn run<S: Connect, H: Handler, D: Decode>(
     source: S,
     store: Arc<dyn Store>,
@@ -472,7 +474,7 @@ async fn run<S: Connect, H: Handler, D: Decode>(
         connected = connected => connected?,
         () = &mut shutdown => return Ok(()),
     };
-    tracing::info!(guarantee = ?settings.guarantee, ?id, window = ?settings.dedup_window, lease = ?settings.lease, "consumer started");
+    tracing::info!(guarantee = ?settings.guarantee, id_source = ?id, dedup_window = ?settings.dedup_window, lease = ?settings.lease, "consumer started");
     let source = Box::new(source) as Box<dyn Source>;
     Engine::new(source, store, runner, id, settings)?
         .run(shutdown)

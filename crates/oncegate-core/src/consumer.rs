@@ -70,16 +70,16 @@ impl Consumer {
         }
     }
 
-    /// Runs until `shutdown` completes, with any output, or until a [drain](Self::drain) is started,
-    /// then drains and returns. Pass [`shutdown_signal()`](crate::shutdown_signal) to stop at
-    /// SIGTERM or Ctrl-C.
+    /// Runs until `shutdown` completes, with any output, or until a [drain](Self::drain) is
+    /// started, then drains and returns. Pass [`shutdown_signal()`](crate::shutdown_signal) to stop
+    /// at SIGTERM or Ctrl-C.
     ///
     /// Dropping the future stops at once: handlers are dropped, and unsettled messages are
     /// redelivered.
     ///
     /// # Errors
-    /// [`Error`] for what an operator has to change: a setting at start, or a request that a broker or
-    /// a store refuses. Temporary errors are logged and retried.
+    /// [`Error`] if an operator has to change something: a wrong setting, or a request that a
+    /// broker or a store refuses. Temporary errors are logged and retried.
     pub async fn run_until(self, shutdown: impl Future) -> Result<(), Error> {
         let Self { mut run, drain, .. } = self;
         tokio::select! {
@@ -134,7 +134,8 @@ impl DrainHandle {
 
     /// Completes once a drain is started.
     pub(crate) async fn started(self) {
-        // This holds a sender, so the channel does not close.
+        // `self` is a sender of the channel, so the channel is not closed, and `wait_for` returns
+        // no error.
         let _ = self.0.subscribe().wait_for(|started| *started).await;
     }
 }

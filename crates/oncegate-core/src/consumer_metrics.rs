@@ -38,7 +38,7 @@ pub(crate) struct GaugeValues {
 impl GaugeShare {
     fn of(name: &'static str) -> Self {
         let gauge = gauge!(name);
-        gauge.increment(0); // registers it
+        gauge.increment(0); // registers the gauge, which is exported as 0
         Self { gauge, value: 0 }
     }
 

@@ -12,13 +12,13 @@ use crate::message::Message;
 #[derive(Clone, Debug)]
 pub struct Context(pub(crate) Arc<SharedDelivery>);
 
-/// What the engine, the context of a handler and the renewals share of one delivery.
+/// The data of one delivery that the engine, the context of a handler and the renewals share.
 ///
-/// The engine changes it only while it has the only reference: a handler that keeps its context keeps
-/// the values of its own run.
+/// The engine changes a record only while no other reference to it exists, and otherwise a copy: a
+/// handler that keeps its context keeps the values of its own run.
 #[derive(Clone, Debug)]
 pub(crate) struct SharedDelivery {
-    /// `None` if the message has no usable id: then it never runs.
+    /// `None` if the message has no usable id, so that its handler never runs.
     pub(crate) id: Option<MessageId>,
     /// `None` in a [`Gate`](crate::Gate), and after the delivery was settled.
     pub(crate) message: Option<Message>,
@@ -41,7 +41,7 @@ impl SharedDelivery {
             .expect("only settling takes the message, after the last run")
     }
 
-    /// The operation that renews its lease; `None` without one.
+    /// The operation that renews the lease; `None` without a lease.
     pub(crate) fn renewal(&self, scope: &Scope) -> Option<Operation> {
         Some(Operation {
             key: scope.key(self.id.as_ref()?),
@@ -54,7 +54,7 @@ impl SharedDelivery {
 }
 
 impl Context {
-    /// The operation that claims its id; `None` if it has no id.
+    /// The operation that claims the id; `None` without an id.
     pub(crate) fn claim(&self, scope: &Scope) -> Option<Operation> {
         Some(Operation {
             key: scope.key(self.0.id.as_ref()?),
@@ -65,19 +65,23 @@ impl Context {
         })
     }
 
-    /// The idempotency key: pass it to downstream systems that deduplicate.
+    /// The idempotency key: pass it to a sink that deduplicates. The sink is the system in which
+    /// the handler causes its effect.
     pub fn id(&self) -> &str {
         self.0.id.as_ref().map_or("", MessageId::as_str)
     }
 
-    /// The fencing token: the number of the granted attempt, from 1. A downstream system that refuses
-    /// numbers below the highest one that it has seen for an id is safe from a handler that runs on
+    /// The fencing token: the number of the granted attempt, from 1. A sink that refuses numbers
+    /// below the highest one that it has seen for an id is protected from a handler that continues
     /// after its lease was lost.
     ///
-    /// With an [inbox](crate::inbox) it is none: it counts from 1 in each process.
+    /// With an [inbox](crate::inbox) it is no fencing token: each process counts from 1. It is
+    /// always 1 with [`Guarantee::Bare`](crate::Guarantee::Bare), and in a run without the store
+    /// ([`Outage::PassThrough`](crate::Outage::PassThrough)).
     ///
     /// It increases after each attempt that may have had an effect. An attempt that ended with
-    /// [`retry`](crate::FailureExt::retry) had none, so the next one may have the same number.
+    /// [`retry`](crate::FailureExt::retry) had no effect, so the next attempt may have the same
+    /// number.
     pub fn attempt(&self) -> u32 {
         self.0.attempt.max(1)
     }
@@ -88,11 +92,11 @@ impl Context {
     }
 
     /// How long the lease lasts without a renewal; zero once it is lost. Leases are renewed in the
-    /// background. Code that continues when the future is dropped, such as a blocking thread, has to
-    /// check this before each effect.
+    /// background. Code that continues when the future is dropped, such as a blocking thread, has
+    /// to check this before each effect.
     ///
-    /// [`Duration::MAX`] without a lease: with [`Guarantee::Bare`](crate::Guarantee::Bare), and without
-    /// the gate.
+    /// [`Duration::MAX`] without a lease: with [`Guarantee::Bare`](crate::Guarantee::Bare), and
+    /// while the store is unavailable with [`Outage::PassThrough`](crate::Outage::PassThrough).
     pub fn lease_remaining(&self) -> Duration {
         self.0
             .lease

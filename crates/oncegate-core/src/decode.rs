@@ -6,22 +6,22 @@ use serde::de::value::BytesDeserializer;
 use crate::message::Message;
 use crate::store::BoxError;
 
-/// Turns a message's body into a handler's payload.
+/// Decodes the body of a message into the payload of a handler.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not decode bodies",
-    label = "this is no decoder",
+    label = "this is not a decoder",
     note = "pass `Json` (the default) or `RawBytes`, or implement `Decode` for a type of yours"
 )]
 pub trait Decode: Send + Sync + 'static {
     /// Decodes one body.
     ///
     /// # Errors
-    /// Why the body does not parse; the message goes to the dead letters with this text, so it must
-    /// not quote the body.
+    /// The body does not parse. The text of the error says why; the dead letter and the log contain
+    /// it, so it must not quote the body.
     fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, BoxError>;
 }
 
-/// JSON, the default. A byte order mark before it is skipped.
+/// Decodes JSON: the default. Skips a byte order mark.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Json;
 
@@ -49,8 +49,8 @@ impl Decode for Json {
     }
 }
 
-/// The part of an error of serde_json that comes from the payload's type: the field that is
-/// missing, or what was expected. The rest may quote the body.
+/// The part of an error of serde_json that comes from the payload's type: the missing field, or the
+/// expected type. The other parts may quote the body.
 fn expectation(error: &str) -> Option<String> {
     let (error, _) = error.rsplit_once(" at line ")?;
     if error.starts_with("missing field `") {
@@ -70,7 +70,7 @@ fn expectation(error: &str) -> Option<String> {
     Some(format!("expected {expected}"))
 }
 
-/// The unchanged body: for payloads that can be deserialized from bytes, such as [`Raw`].
+/// Passes the body unchanged, to a payload that can be deserialized from bytes, such as [`Raw`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RawBytes;
 
@@ -83,7 +83,7 @@ impl Decode for RawBytes {
     }
 }
 
-/// A payload of bytes, with [`RawBytes`].
+/// The bytes of a body as a payload. Needs the decoder [`RawBytes`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Raw(pub Vec<u8>);
 

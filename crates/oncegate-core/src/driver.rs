@@ -1,5 +1,5 @@
 //! Executes [`lifecycle::transition`](crate::lifecycle::transition) for one delivery, without I/O:
-//! which token and attempt its operations have, and what its owner has to do next.
+//! decides which token and attempt number its operations have, and what its owner has to do next.
 //!
 //! The owner is the consumer, [`Gate`](crate::Gate) or the model checker. They differ in how they
 //! execute a [`DriverCommand`], never in which command follows.
@@ -21,12 +21,12 @@ pub struct LifecycleDriver {
     draining: bool,
 }
 
-/// What the owner of a delivery does next.
+/// A command to the owner of a delivery: what it does next.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum DriverCommand {
-    /// Applies the operation that the stage waits for, [`Stage::pending_ask`], to the store with the
-    /// delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`]. For a
-    /// claim with a new token, the owner first gives up the lease of the claim before it.
+    /// Applies the operation that the stage waits for, [`Stage::pending_ask`], to the store with
+    /// the delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`].
+    /// For a claim with a new token, the owner first gives up the lease of the claim before it.
     Apply,
     /// Reports [`Event::MayRun`] when the handler may start, [`Event::LeaseOver`] if the lease may
     /// have ended by then, or [`Event::IsolationFull`].
@@ -37,25 +37,27 @@ pub enum DriverCommand {
     /// Starts `reconcile`, and reports [`Event::Reconciled`], [`Event::CannotReconcile`], or
     /// [`Event::LeaseOver`] when it drops it.
     Reconcile,
-    /// Reports [`Event::Woke`] after about this long; [`Event::LeaseOver`] if the stage waits on a
-    /// lease that has ended by then.
+    /// Reports [`Event::Woke`] after about this long, or [`Event::LeaseOver`] if
+    /// [`Stage::waits_on_lease`] and the lease has ended by then.
     Wake(Duration),
     /// Reports [`Event::Arrived`] when the message may run in isolation.
     AwaitIsolation,
-    /// Lets the delivery wait, unclaimed, for about this long, then calls [`LifecycleDriver::restart`]
-    /// and reports [`Event::Arrived`]; or releases it to a source that executes the delay.
+    /// Keeps the delivery without a claim for about this long, then calls
+    /// [`LifecycleDriver::restart`] and reports [`Event::Arrived`]; or releases the delivery to a
+    /// source that executes the delay.
     Retry {
-        /// How long.
+        /// The delay.
         after: Duration,
         /// How many attempts have failed by now.
         failures: u32,
     },
-    /// Passes this settlement to the source. It is a release only if the delivery drains.
+    /// Passes this settlement to the source. It is a release only if the delivery drains; otherwise
+    /// a release becomes [`Retry`](Self::Retry).
     Settle(Settlement),
-    /// Drops the delivery without settling it. The broker redelivers it; it can be claimed again when
-    /// its lease has ended.
+    /// Drops the delivery without settling it. The broker redelivers the message, whose id can be
+    /// claimed again when the lease has ended.
     Abandon,
-    /// Nothing: waits for the next event.
+    /// No command: the owner waits for the next event.
     Nothing,
 }
 
@@ -83,22 +85,22 @@ impl LifecycleDriver {
         self.draining
     }
 
-    /// From now on the delivery starts no handler and waits for no pause. A run in progress and the
-    /// `reconcile` that follows from it continue. The caller reports [`Event::Drain`] next.
+    /// From now on the delivery starts no handler and waits for no pause. A run in progress, and a
+    /// `reconcile` that follows it, may finish. The caller reports [`Event::Drain`] next.
     pub fn begin_drain(&mut self) {
         self.draining = true;
     }
 
-    /// Resets a delivery that waits for a retry to the stage of one that was just received. Its next
-    /// claim has a new token.
+    /// Resets a delivery that waits for a retry to the stage of one that was just received. Its
+    /// next claim has a new token.
     pub fn restart(&mut self, history: History) {
         self.stage = Stage::New(history);
     }
 
     /// Processes an event. Returns what the owner of the delivery does next.
     ///
-    /// `new_token` returns the token of a new claim. Its argument is the token of the previous claim,
-    /// for tests that reuse it.
+    /// `new_token` returns the token of a new claim. Its argument is the token of the previous
+    /// claim, for tests that reuse it.
     #[inline]
     pub fn handle(
         &mut self,
@@ -109,9 +111,9 @@ impl LifecycleDriver {
         self.handle_by(transition, event, policy, new_token)
     }
 
-    /// Processes an event by other rules than
-    /// [`lifecycle::transition`](crate::lifecycle::transition), for a checker that verifies that it
-    /// detects wrong rules.
+    /// Processes an event with other rules than
+    /// [`lifecycle::transition`](crate::lifecycle::transition): for tests that verify that the
+    /// model checker detects wrong rules.
     #[inline]
     pub fn handle_by(
         &mut self,
@@ -124,15 +126,15 @@ impl LifecycleDriver {
             Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) => {
                 self.attempts = attempts;
             }
-            // A rejected id does not run, but the dead letter carries the fencing token of its last
-            // attempt.
+            // No handler runs for a rejected id, but the dead letter has the fencing token of its
+            // last attempt.
             Event::Answer(Verdict::Rejected { attempt }) => {
                 self.attempts = Attempts::none_counted(attempt);
             }
             _ => {}
         }
         let command = self.advance(&rules, event, policy, &mut new_token);
-        if !self.draining || !self.must_be_offered_drain(&command) {
+        if !self.draining || !self.must_drain_first(&command) {
             return command;
         }
         match self.advance(&rules, Event::Drain, policy, &mut new_token) {
@@ -144,7 +146,8 @@ impl LifecycleDriver {
     /// Processes an event if it leads to the expected action, which is returned; otherwise changes
     /// nothing, and the caller passes the same event to [`handle`](Self::handle).
     ///
-    /// For the commonest events: the compiler resolves [`transition`] where the event is a constant.
+    /// A fast path for the most common events: if the event is a constant, the compiler evaluates
+    /// [`transition`].
     #[inline(always)]
     pub(crate) fn handle_expected(
         &mut self,
@@ -163,9 +166,10 @@ impl LifecycleDriver {
         Some(action)
     }
 
-    /// Whether the command claims, or waits for something other than the store. A draining delivery is
-    /// given [`Event::Drain`] instead; if that changes nothing, the command is executed.
-    fn must_be_offered_drain(&self, command: &DriverCommand) -> bool {
+    /// Whether the command claims, or waits for something other than the store. A draining delivery
+    /// then processes [`Event::Drain`], and the command is executed only if that event changes
+    /// nothing.
+    fn must_drain_first(&self, command: &DriverCommand) -> bool {
         match command {
             DriverCommand::Apply => {
                 self.attempts.number == 0 && self.stage.pending_ask() == Some(Ask::Claim)
@@ -214,10 +218,10 @@ mod tests {
     use crate::lifecycle::{Freshness, Outcome};
     use crate::settings::Settings;
 
-    /// In random histories, the express path leads to the same stage as the usual one, or changes
-    /// nothing.
+    /// In random sequences of events, `handle_expected` leads to the same stage as `handle`, or
+    /// changes nothing.
     #[test]
-    fn an_expected_action_is_that_of_the_usual_path() {
+    fn handle_expected_agrees_with_handle() {
         let policy = Settings::default().policy();
         let events = [
             Event::Arrived,
@@ -244,16 +248,16 @@ mod tests {
                 if random.u8(..20) == 0 {
                     driver.begin_drain();
                 }
-                let (before, mut express) = (driver.clone(), driver.clone());
+                let (before, mut fast) = (driver.clone(), driver.clone());
                 let expects = random.bool();
-                let action = express.handle_expected(event, &policy, |_| expects);
+                let action = fast.handle_expected(event, &policy, |_| expects);
                 driver.handle(event, &policy, |_| Token(1));
                 if expects && !before.draining {
                     assert!(action.is_some());
-                    assert_eq!(express.stage(), driver.stage(), "seed {seed}, {event:?}");
+                    assert_eq!(fast.stage(), driver.stage(), "seed {seed}, {event:?}");
                     compared += 1;
                 } else {
-                    assert_eq!((action, express), (None, before));
+                    assert_eq!((action, fast), (None, before));
                 }
             }
         }

@@ -1,9 +1,9 @@
 //! The event loop of one consumer. It executes the actions of [`crate::lifecycle`] and decides
 //! nothing itself.
 //!
-//! Each part has its own state and knows no other part; the loop passes events and operations
-//! between them. This file has the loop and its phases, `dispatch` executes the lifecycle's actions,
-//! `answers` sends operations and processes the answers.
+//! Each part has its own state and does not access other parts; the loop passes events and
+//! operations between them. This file has the loop and its phases. `dispatch` executes the commands
+//! of the lifecycle, `answers` sends operations to the store and processes the answers.
 
 mod answers;
 mod dispatch;
@@ -53,7 +53,7 @@ use crate::slots::Slot;
 use crate::source::{Incoming, QueueLevel, Settled, Source};
 use crate::store::Store;
 
-/// One running consumer: its parts, and what passes between them.
+/// One running consumer: its parts, and the events and settlements that they exchange.
 pub(crate) struct Engine {
     source: Box<dyn Source>,
     intake: Intake,
@@ -67,28 +67,32 @@ pub(crate) struct Engine {
     id: IdSource,
     settings: Settings,
     policy: Policy,
-    /// How long the lease of one grant is renewed at most.
-    longest_hold: Duration,
+    /// See [`Settings::max_renewal_time`].
+    max_renewal_time: Duration,
     /// The queue level that was last reported to the source.
     queue_level: QueueLevel,
 
     clock: Clock,
     tokens: Tokens,
-    /// Events for deliveries that may proceed because another one was settled.
+    /// Events of deliveries that may proceed because another delivery ended its run in isolation.
     follow_ups: VecDeque<(Slot, Event)>,
-    /// Settlements for the source.
+    /// Settled deliveries that are not passed to the source yet.
     settled: Vec<Settled>,
-    /// Whether to drop unsent claims before the next batch, because a delivery has begun to drain.
+    /// Whether to drop the unsent claims of draining deliveries before the next batch, because a
+    /// delivery has begun to drain.
     drops_unsent_claims: bool,
-    /// Empty; its memory is used again.
+    /// Empty between uses of [`Engine::on_finished_runs`], which uses its memory again.
     finished: Vec<FinishedRun>,
 }
 
-/// The clocks, read once for all events that are processed together. `boot` is also read at the end
-/// of each run.
+/// The times of the three clocks, read once for all events that are processed together. `boot` is
+/// also read at the end of each run.
 struct Clock {
+    /// For leases.
     boot: BootTime,
+    /// For pauses and durations.
     monotonic: Instant,
+    /// For the age of messages.
     wall: SystemTime,
 }
 
@@ -122,7 +126,7 @@ impl Engine {
             drain: Drain::new(settings.drain_timeout),
             id,
             policy: settings.policy(),
-            longest_hold: settings.longest_hold(),
+            max_renewal_time: settings.max_renewal_time(),
             settings,
             queue_level: QueueLevel::Low,
             clock: Clock::now(),
@@ -161,8 +165,9 @@ impl Engine {
         }
     }
 
-    /// Processes all results that are ready. They come first: they free capacity, and the operations
-    /// that follow from them share a batch with the claims of what is received next.
+    /// Processes all results that are ready: ended runs, answered batches, lost leases and due
+    /// alarms. This is the first phase, because results free capacity, and the operations that
+    /// follow from them share a batch with the claims of the messages that are received next.
     async fn process_results(&mut self) {
         self.read_clocks();
         self.on_finished_runs();
@@ -176,15 +181,15 @@ impl Engine {
         self.resume_queued();
     }
 
-    /// Receives what the source has, without waiting, so that sources that return one message at a
-    /// time are batched, too.
+    /// Receives all messages that the source has, without waiting, so that the claims of a source
+    /// that returns one message at a time are batched, too.
     async fn receive_ready(&mut self, incoming: &mut Vec<Incoming>) {
         loop {
             if !incoming.is_empty() {
                 self.read_clocks();
             }
-            for it in incoming.drain(..) {
-                match it {
+            for received in incoming.drain(..) {
+                match received {
                     Incoming::Delivery(delivery) => self.on_delivery(delivery),
                     Incoming::Revoked(epoch) => self.on_revoked(epoch),
                 }
@@ -202,8 +207,8 @@ impl Engine {
         }
     }
 
-    /// Yields once to the handlers that were just spawned, so that the operations of handlers that
-    /// return at once share a batch.
+    /// Yields once to the tokio tasks of handlers that were just spawned, so that the operations of
+    /// handlers that return at once share a batch.
     async fn yield_to_handlers(&mut self) {
         if self.executor.take_spawned() {
             tokio::task::yield_now().await;
@@ -233,7 +238,7 @@ impl Engine {
         }
     }
 
-    /// Updates readiness, metrics and status, and the source's view of the queue.
+    /// Updates readiness, metrics and status, and reports the queue level to the source.
     fn report(&mut self) {
         let level = self.intake.queue_level();
         if std::mem::replace(&mut self.queue_level, level) != level {
@@ -266,7 +271,8 @@ impl Engine {
             }
         };
         tokio::select! {
-            biased; // results before lost leases; the source last, because it may always be ready
+            // Results before lost leases; the source last, because it may always be ready.
+            biased;
             () = shutdown, if receiving => self.begin_drain(None).await,
             () = self.executor.finished() => self.on_finished_runs(),
             batch = self.batcher.answered() => self.on_batch_answered(batch).await,
@@ -302,7 +308,7 @@ impl Engine {
         self.clock = Clock::now();
     }
 
-    /// The source revokes the deliveries of this epoch.
+    /// Drains the deliveries of an epoch that the source revokes.
     fn on_revoked(&mut self, epoch: u64) {
         for slot in self.intake.slots() {
             let entry = self.intake.at(slot);
@@ -312,7 +318,8 @@ impl Engine {
         }
     }
 
-    /// From now on a delivery starts no handler and waits for no pause.
+    /// Lets a delivery drain: from now on it starts no handler and waits for no pause. `event` is
+    /// [`Event::Drain`] or [`Event::DrainOver`].
     fn drain_delivery(&mut self, slot: Slot, event: Event) {
         if let Some(entry) = self.intake.at_mut(slot) {
             entry.in_flight.begin_drain();
@@ -321,9 +328,10 @@ impl Engine {
         }
     }
 
-    /// Begins to drain: receives nothing more, and releases deliveries that have not started.
-    async fn begin_drain(&mut self, because: Option<Error>) {
-        if !self.drain.begin(because, Instant::now()) {
+    /// Begins to drain: receives nothing more, and releases deliveries whose handler has not
+    /// started. `cause` is the error that ends the consumer; `None` for a shutdown.
+    async fn begin_drain(&mut self, cause: Option<Error>) {
+        if !self.drain.begin(cause, Instant::now()) {
             return;
         }
         tracing::info!(
@@ -337,21 +345,21 @@ impl Engine {
         }
     }
 
-    /// What is left to do before the consumer can end.
+    /// What has to finish before the consumer can end.
     fn unfinished(&self) -> Unfinished {
         if !self.intake.is_empty() {
             Unfinished::Deliveries
-        } else if !self.batcher.has_recorded_all() {
+        } else if !self.batcher.has_recorded_late_completions() {
             Unfinished::Completions
         } else {
             Unfinished::Nothing
         }
     }
 
-    /// The drain timeout is over: drops handlers that run, and asks the store to record their
-    /// outcome as unknown.
+    /// Drops running handlers, because the drain timeout is over, and asks the store to record
+    /// their outcomes as unknown.
     async fn drop_handlers(&mut self) {
-        self.on_finished_runs(); // the outcome of handlers that have returned by now is known
+        self.on_finished_runs(); // handlers that have returned by now have a known outcome
         let (handlers, in_flight) = (self.intake.count(Phase::Running), self.intake.len());
         if handlers > 0 {
             tracing::warn!(
@@ -370,16 +378,17 @@ impl Engine {
             }
             self.drain_delivery(slot, Event::DrainOver);
         }
-        // The runtime drops the aborted tasks before the store records that no handler runs.
+        // Lets the runtime drop the aborted tasks before the store records outcomes with which
+        // other processes may run the ids.
         tokio::task::yield_now().await;
     }
 
     /// Abandons deliveries whose operation the store has not answered, and closes the source.
     async fn close(mut self) -> Result<(), Error> {
-        let left = self.intake.slots();
-        if !left.is_empty() {
+        let unsettled = self.intake.slots();
+        if !unsettled.is_empty() {
             tracing::warn!(
-                in_flight = left.len(),
+                in_flight = unsettled.len(),
                 "stopping before the store answered: these messages are redelivered; ids that are still claimed wait for the end of their lease, and their next claim may count a crash"
             );
         }
@@ -390,12 +399,15 @@ impl Engine {
                 "completions not recorded: messages were handled without the store, and the store did not answer before the stop; redeliveries of them run again"
             );
         }
-        for slot in left {
+        for slot in unsettled {
             self.handle_event(slot, Event::StopNow);
         }
         self.settle().await;
-        // Now, although the period is not over: there is no later report.
-        self.reporter.logs.suppressed(Instant::now() + logs::PERIOD);
+        // Logs the suppressed lines now, before their period is over, because there is no later
+        // report.
+        self.reporter
+            .logs
+            .log_suppressed(Instant::now() + logs::PERIOD);
         fault::point("drain.closing");
         let closed = self.source.close(self.drain.close_by(Instant::now())).await;
         fault::point("drain.closed");

@@ -18,7 +18,7 @@ pub enum Error {
         /// What to do.
         remedy: &'static str,
     },
-    /// The scope has characters that are not allowed in a key.
+    /// The scope is empty, longer than 100 bytes, or has characters that are not allowed in a key.
     #[error(transparent)]
     Scope(#[from] BadScope),
     /// The guarantee is at most once, or there is an inbox, and the store may lose data in a crash.

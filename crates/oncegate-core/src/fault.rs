@@ -17,8 +17,8 @@ pub fn point(name: &str) {
         && failpoint.name == name
         && failpoint.visits.fetch_add(1, Ordering::SeqCst) + 1 == failpoint.abort_at
     {
-        // Tells the harness that the process was aborted here. A single write, because other
-        // threads write to stderr, too.
+        // From this line the harness learns that the process was aborted here. It is written with
+        // one call, because other threads write to stderr, too.
         let line = format!("\noncegate-failpoint {name}:{}\n", failpoint.abort_at);
         let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
         std::process::abort();
@@ -27,7 +27,8 @@ pub fn point(name: &str) {
     let _ = name;
 }
 
-/// The points before operations are sent to the store: `claim.before` and the like.
+/// Visits the points before operations are sent to the store: `claim.before`, `renew.before` and so
+/// on.
 #[inline(always)]
 pub(crate) fn before(operations: &[Operation]) {
     point_of_each(
@@ -44,8 +45,8 @@ pub(crate) fn before(operations: &[Operation]) {
     );
 }
 
-/// The points after operations were answered and before the answers are processed: `claim.after` and
-/// the like.
+/// Visits the points after operations were answered and before the answers are processed:
+/// `claim.after`, `renew.after` and so on.
 #[inline(always)]
 pub(crate) fn after(operations: &[Operation]) {
     point_of_each(
@@ -62,6 +63,7 @@ pub(crate) fn after(operations: &[Operation]) {
     );
 }
 
+/// Visits the point of each operation. `names` are in the order of the kinds of operations below.
 #[inline(always)]
 fn point_of_each(operations: &[Operation], names: [&str; 7]) {
     #[cfg(oncegate_chaos)]
@@ -86,7 +88,7 @@ fn point_of_each(operations: &[Operation], names: [&str; 7]) {
 #[cfg(oncegate_chaos)]
 struct Failpoint {
     name: String,
-    /// The number of the visit that aborts, from 1.
+    /// The number of the visit at which the process aborts, from 1.
     abort_at: u32,
     visits: AtomicU32,
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 pub use builder::GateBuilder;
 use run::GuardedRun;
 
-use crate::breaker::{Breaker, BreakerDecision};
+use crate::breaker::{Breaker, BreakerState};
 use crate::handler::Failure;
 use crate::id::MessageId;
 use crate::lifecycle::Policy;
@@ -22,8 +22,9 @@ use crate::store::{Store, StoreError};
 
 /// Runs any work once per id: a cron job, an HTTP call, a cache refresh, a one-time migration.
 ///
-/// It uses the same two functions as the consumer: [`marker::apply`](crate::marker::apply) in the
-/// store, and [`lifecycle::transition`](crate::lifecycle::transition). Clones share the gate.
+/// It makes its decisions with the same two functions as the consumer:
+/// [`marker::apply`](crate::marker::apply) in the store, and `lifecycle::transition`. Clones share
+/// the gate.
 #[derive(Clone)]
 pub struct Gate(Arc<GateInner>);
 
@@ -33,14 +34,15 @@ struct GateInner {
     policy: Policy,
     when_held: WhenHeld,
     outcomes: Outcomes,
-    /// Shared by all runs, so that together they send an unavailable store a few requests a second.
+    /// Shared by all runs, so that all of them together send only a few requests a second to an
+    /// unavailable store.
     breaker: Mutex<Breaker>,
     renewals: Arc<Renewals>,
-    /// One slot for each current run: the number under which its lease is renewed.
+    /// One slot for each current run. The renewals identify its lease by the index of the slot.
     slots: Mutex<Slots<()>>,
 }
 
-/// What [`Gate::run`] does if another process or task runs the same id at this moment.
+/// What [`Gate::run`] does while another process or task runs the same id.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WhenHeld {
@@ -79,9 +81,10 @@ pub enum GateError {
     /// [`Failure::Reject`] it is rejected.
     #[error(transparent)]
     Failed(Failure),
-    /// It is unknown whether the work happened: it panicked, timed out, lost its lease, or was
-    /// interrupted. With at most once it does not run again until an operator has checked whether it
-    /// happened and resolved the id with `oncegate in-doubt resolve`.
+    /// It is unknown whether the work happened: it reported that, panicked, timed out, lost its
+    /// lease, or an earlier run was interrupted. With at most once it does not run again until an
+    /// operator has checked whether it happened and resolved the id with `oncegate in-doubt
+    /// resolve`.
     #[error("unknown whether it happened: {0}")]
     InDoubt(String),
     /// The id was rejected before, has used all attempts, or was used for other work.
@@ -91,8 +94,8 @@ pub enum GateError {
     /// try again later.
     #[error("another run of this id is in progress; try again later")]
     HeldElsewhere,
-    /// The work ran, but the store did not record its outcome, which counts as unknown when the
-    /// lease ends.
+    /// The work ran, but the store did not record its outcome. The outcome counts as unknown when
+    /// the lease ends.
     #[error(
         "the work ran, but the store did not record its outcome, which counts as unknown when the lease ends; check the store and its network"
     )]
@@ -116,8 +119,8 @@ impl Gate {
     /// Runs the work if it has not run for this id within the dedup window, and records that it
     /// did.
     ///
-    /// The lease is renewed while the work runs, and the work is dropped if the lease is lost. After
-    /// [`Failure::Retry`] the work runs again, up to `max_inline_retries` times.
+    /// The lease is renewed while the work runs, and the work is dropped if the lease is lost.
+    /// After [`Failure::Retry`] the work runs again, up to `max_inline_retries` times.
     ///
     /// # Errors
     /// [`GateError`]: the work failed, did not run, or its outcome is unknown.
@@ -132,20 +135,21 @@ impl Gate {
 }
 
 impl GateInner {
-    /// Whether an operation may be sent to the store. If the breaker is open, waits for its next
-    /// request, up to a second.
+    /// Whether an operation may be sent to the store. If the breaker is open, waits until it allows
+    /// a request, at most twice and up to a second each; false if other runs send their requests
+    /// first.
     async fn may_send(&self) -> bool {
         for _ in 0..2 {
             let now = Instant::now();
             let next_try_at = {
                 let mut breaker = self.breaker();
-                match breaker.decide(now) {
-                    BreakerDecision::Ask => return true,
-                    BreakerDecision::TryOnce => {
-                        breaker.trying(now);
+                match breaker.state(now) {
+                    BreakerState::Closed => return true,
+                    BreakerState::HalfOpen => {
+                        breaker.request_sent(now);
                         return true;
                     }
-                    BreakerDecision::Wait => breaker.next_try_at().unwrap_or(now),
+                    BreakerState::Open => breaker.next_try_at().unwrap_or(now),
                 }
             };
             tokio::time::sleep(next_try_at.saturating_duration_since(now)).await;

@@ -13,8 +13,8 @@ use crate::store::BoxError;
 /// The payload is decoded from the body: as JSON, unless the consumer has another
 /// [`Decode`](crate::Decode). A message whose payload does not parse is dead-lettered.
 ///
-/// The future may be dropped at any `.await`: when its lease ends, at its timeout, at the end of a
-/// drain. Its outcome is unknown then.
+/// The consumer drops the future, which may be at any `.await`, when the lease ends, at the handler
+/// timeout and at the end of the drain timeout. The outcome is then unknown.
 ///
 /// Write the methods as `async fn`, without a macro:
 ///
@@ -34,9 +34,9 @@ use crate::store::BoxError;
 /// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler",
-    label = "this is no `Handler`",
+    label = "this is not a `Handler`",
     note = "implement it: `impl Handler for … {{ type Payload = …; async fn handle(&self, payload: Self::Payload, cx: &Context) -> Result<(), Failure> {{ … }} }}`",
-    note = "`()` says that the consumer was given no handler: call `.handler(…)`"
+    note = "`()` means that the consumer has no handler: call `.handler(…)`"
 )]
 pub trait Handler: Send + Sync + 'static {
     /// The type into which the body is decoded.
@@ -45,15 +45,14 @@ pub trait Handler: Send + Sync + 'static {
     /// Does the work. `Ok` means that it happened.
     ///
     /// # Errors
-    /// A [`Failure`] that says whether the effect happened: it did not, a retry does not help, or it is
-    /// unknown.
+    /// A [`Failure`] that says whether the effect happened, and whether a retry helps.
     fn handle(
         &self, // in the impl: `async fn handle(&self, …)`, without `#[async_trait]`
         payload: Self::Payload,
         cx: &Context,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Runs [`handle`](Self::handle). A handler of transactions also begins and commits one.
+    /// Runs [`handle`](Self::handle). With an inbox, it also begins and commits the transaction.
     #[doc(hidden)]
     fn run(
         &self,
@@ -67,15 +66,15 @@ pub trait Handler: Send + Sync + 'static {
 
     /// Finds out whether an earlier attempt, whose outcome is unknown, had its effect.
     ///
-    /// [`Reconciled::DidNotHappen`] means that it did not, *and that no attempt up to and including
-    /// `cx.attempt()` still can*. A handler that cannot prevent a late effect
+    /// [`Reconciled::DidNotHappen`] means that it had no effect, *and that no attempt up to and
+    /// including `cx.attempt()` can have one later*. A handler that cannot prevent a late effect
     /// returns [`Reconciled::Unknown`].
     ///
     /// Without this method, a message whose outcome is unknown goes to the in-doubt queue at once.
     ///
     /// # Errors
-    /// Any failure counts as [`Reconciled::Unknown`]: it is retried up to `max_reconciles` times,
-    /// then the message goes to the in-doubt queue.
+    /// Any failure counts as [`Reconciled::Unknown`]: `reconcile` is called up to `max_reconciles`
+    /// times, then the message goes to the in-doubt queue.
     fn reconcile(
         &self, // in the impl: `async fn reconcile(&self, …)`, without `#[async_trait]`
         payload: Self::Payload,
@@ -86,13 +85,13 @@ pub trait Handler: Send + Sync + 'static {
     }
 }
 
-/// The error of the default `reconcile`. A retry does not help.
+/// The error of the default `reconcile`, which is not called again.
 #[derive(Debug, thiserror::Error)]
 #[error("the handler has no `reconcile`")]
 pub(crate) struct NoReconcile;
 
-/// Whether the effect happened, as far as a handler that fails can tell. There is no blanket
-/// conversion from errors, which do not say it: each fallible call is converted with [`FailureExt`].
+/// The failure of a handler, which says whether the effect happened. There is no blanket conversion
+/// from errors, because they do not say that: convert the error of each call with [`FailureExt`].
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// Nothing happened: safe to run again.
@@ -106,10 +105,10 @@ pub enum Failure {
     InDoubt(#[source] BoxError),
 }
 
-/// An error that always means the same [`Failure`]: `?` alone converts it. Implement it for errors
-/// of your own. For other errors, [`FailureExt`] says whether anything happened.
+/// An error that always means the same [`Failure`], so that `?` alone converts it. Implement this
+/// for your own errors. Convert other errors with [`FailureExt`].
 #[diagnostic::on_unimplemented(
-    message = "`{Self}` does not say whether anything happened, and makes no `Failure` by itself",
+    message = "`{Self}` does not say whether anything happened, so it cannot become a `Failure`",
     label = "say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened; with `use oncegate::FailureExt;`"
 )]
 pub trait IntoFailure {
@@ -128,13 +127,13 @@ impl<E: IntoFailure> From<E> for Failure {
 pub enum Reconciled {
     /// The effect happened.
     Happened,
-    /// It did not, and nothing still can: the provider deduplicates by id, or now refuses
-    /// requests of this id with an attempt up to and including
-    /// [`Context::attempt`](crate::Context::attempt). If it refused lower attempts only, the effect
-    /// of a handler that reconciles its own outcome could still happen, in addition to that of the
-    /// next run.
+    /// The effect did not happen and cannot happen later: the sink (the system in which the handler
+    /// causes its effect) deduplicates by id, or now refuses requests of this id with an attempt up
+    /// to and including [`Context::attempt`](crate::Context::attempt). If the sink refused only
+    /// lower attempts, the effect of a handler that reconciles its own outcome could still happen,
+    /// in addition to the effect of the next run.
     DidNotHappen,
-    /// Cannot be determined.
+    /// It cannot be determined whether the effect happened.
     Unknown,
 }
 

@@ -13,10 +13,10 @@ pub use source::{IdSource, IntoIdSource, NoId};
 /// The longest id that is used in a key unchanged, in bytes.
 pub const LONGEST_PLAIN_ID: usize = 200;
 
-/// An idempotency key: two messages with the same id are the same message.
+/// An idempotency key: messages with the same id count as one message.
 ///
-/// 1 to 200 bytes of `[A-Za-z0-9._:@/+=-]` are used unchanged. A longer id, one with other bytes, or
-/// one that begins with the reserved `h:` becomes `h:` and its SHA-256 in hexadecimal. So two
+/// 1 to 200 bytes of `[A-Za-z0-9._:@/+=-]` are used unchanged. A longer id, one with other bytes,
+/// or one that begins with the reserved `h:` becomes `h:` and its SHA-256 in hexadecimal. So two
 /// different ids never share a key, no id contains the `|` and `!` of scopes and of oncegate's own
 /// keys or the hash tags of Redis Cluster, and every id is safe in a header or a log. There is no
 /// Unicode normalisation: the same text in two normal forms is two ids.
@@ -53,8 +53,9 @@ impl MessageId {
         Self(id)
     }
 
-    /// Parses an id in the form that keys, headers and logs have, which [`as_str`](Self::as_str)
-    /// returns: `h:` and a hash is not hashed again. `None` if the text does not have that form.
+    /// Parses an id in the form that [`as_str`](Self::as_str) returns and that keys, headers and
+    /// logs contain. Does not hash `h:` and a hash again. `None` if the text does not have that
+    /// form.
     pub fn stored(text: &str) -> Option<Self> {
         let is_hash = |text: &str| {
             text.len() == 64
@@ -96,6 +97,7 @@ impl fmt::Debug for MessageId {
     }
 }
 
+/// Whether an id is used in a key unchanged: see [`MessageId`].
 fn is_plain(raw: &[u8]) -> bool {
     const PLAIN: [bool; 256] = {
         let mut table = [false; 256];
@@ -112,6 +114,7 @@ fn is_plain(raw: &[u8]) -> bool {
         && raw.iter().all(|byte| PLAIN[*byte as usize])
 }
 
+/// Appends bytes as lower-case hexadecimal digits.
 fn push_hex<const N: usize>(into: &mut SmallVec<[u8; N]>, bytes: &[u8]) {
     for byte in bytes {
         for digit in [byte >> 4, byte & 15] {
@@ -170,7 +173,7 @@ impl Scope {
     /// A named scope: 1 to 100 bytes of `[A-Za-z0-9._:@/+=-]`.
     ///
     /// # Errors
-    /// [`BadScope`] if the name is anything else. Its text says what is allowed.
+    /// [`BadScope`] for any other name. Its text says what is allowed.
     pub fn named(name: &str) -> Result<Self, BadScope> {
         if name.is_empty() || name.len() > 100 || !is_plain(name.as_bytes()) {
             return Err(BadScope(name.escape_debug().take(120).collect()));
@@ -191,7 +194,8 @@ impl Scope {
     }
 }
 
-/// A scope name with characters that are not allowed in a key.
+/// A scope name that is empty, longer than 100 bytes, or has characters that are not allowed in a
+/// key.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "scope `{0}` cannot be part of a key: use 1 to 100 of the characters A-Z a-z 0-9 . _ : @ / + = - and not `h:` at the start"

@@ -45,16 +45,17 @@ impl InFlight {
         self.driver.handle(event, policy, new_token)
     }
 
-    /// Adds the settlement, for the source.
+    /// Turns the delivery and its settlement into what
+    /// [`Source::settle`](crate::source::Source::settle) consumes.
     pub fn settle(mut self, settlement: Settlement, policy: &Policy) -> Settled {
         let mut settled = Vec::with_capacity(1);
         self.settle_in_place(settlement, policy, &mut settled);
         settled.remove(0)
     }
 
-    /// As [`settle`](Self::settle), but appends to `into` and leaves the rest in place for the caller to
-    /// drop, because a move would copy it several times. Moves the message out of the shared record, or
-    /// copies it if the record is shared.
+    /// As [`settle`](Self::settle), but appends the result to `into` and does not consume `self`,
+    /// because moving a delivery would copy it several times; the caller drops it. Moves the
+    /// message out of the shared record, or copies it if a handler kept its context.
     #[inline(always)]
     pub(crate) fn settle_in_place(
         &mut self,
@@ -64,7 +65,7 @@ impl InFlight {
     ) {
         let (receipt, failures) = (self.receipt.take(), self.shared.failures);
         let failure_history = match settlement {
-            Settlement::Reject(reason) => Some(self.complete_failures(reason, policy)),
+            Settlement::Reject(reason) => Some(self.complete_failure_history(reason, policy)),
             Settlement::Accept(_) | Settlement::Release { .. } => None,
         };
         let own = Arc::get_mut(&mut self.shared);
@@ -83,11 +84,11 @@ impl InFlight {
         });
     }
 
-    /// The failure history of a rejected delivery.
+    /// Completes the failure history of a rejected delivery with its id and its counts.
     #[cold]
-    fn complete_failures(&mut self, reason: Reason, policy: &Policy) -> Box<FailureHistory> {
+    fn complete_failure_history(&mut self, reason: Reason, policy: &Policy) -> Box<FailureHistory> {
         let attempts = self.driver.attempts;
-        // The marker does not count attempts without an effect; the delivery does.
+        // The marker does not count attempts without an effect; `failures` does.
         let failures = self.shared.failures;
         let granted = attempts
             .spent()
@@ -95,7 +96,7 @@ impl InFlight {
         let mut failure_history = self.failure_history.take().unwrap_or_default();
         failure_history.id = self.shared.id.as_ref().map(MessageId::to_string);
         failure_history.attempts = match reason {
-            // The handler is not run for the last grant.
+            // The handler did not run, or not with a readable payload, after the last grant.
             Reason::CrashesSpent | Reason::Unreadable | Reason::InDoubt(DoubtCause::TooOld) => {
                 granted.saturating_sub(1)
             }
@@ -107,13 +108,13 @@ impl InFlight {
         failure_history
     }
 
-    /// What it shares with its handler and the renewals.
+    /// The record that the delivery shares with its handler and the renewals.
     pub(crate) fn shared(&self) -> &Arc<SharedDelivery> {
         &self.shared
     }
 
-    /// Its shared record, to change it. If it is shared, it is cloned first, and the others keep the
-    /// old one.
+    /// The shared record, to change it. If a handler or the renewals also have a reference to it,
+    /// it is cloned first, and they keep the old one.
     #[inline]
     pub(crate) fn shared_mut(&mut self) -> &mut SharedDelivery {
         Arc::make_mut(&mut self.shared)
@@ -152,13 +153,13 @@ impl InFlight {
         self.driver.begin_drain();
     }
 
-    /// Its backoff is over: [`LifecycleDriver::restart`].
+    /// Prepares the delivery for its next attempt: see [`LifecycleDriver::restart`].
     pub fn restart(&mut self, history: History) {
         self.shared_mut().failures = history.failures;
         self.driver.restart(history);
     }
 
-    /// Copies its message out of the memory that it may share with others: see [`Message::detach`].
+    /// Copies the message out of the memory of its batch: see [`Message::detach`].
     pub(crate) fn detach_message(&mut self) {
         if let Some(message) = &mut self.shared_mut().message {
             message.detach();
@@ -171,7 +172,7 @@ impl InFlight {
     }
 }
 
-/// The message of a delivery whose handler kept its context.
+/// A copy of the message of a delivery whose handler kept its context.
 #[cold]
 fn copy_of_message(shared: &SharedDelivery) -> Message {
     shared.message.clone().unwrap_or_default()
@@ -185,7 +186,8 @@ mod tests {
     use crate::lifecycle::{Freshness, Outage, Outcome};
     use crate::marker::{Attempts, Guarantee, Terms, Verdict};
 
-    /// `max_attempts` was reached before this delivery, or is reached with it.
+    /// With attempt number 6 the handler does not run, because `max_attempts` is 5; attempt number
+    /// 5 fails.
     #[test]
     fn a_dead_letter_counts_runs_and_not_the_grant_beyond_max_attempts() {
         let (pause, guarantee) = (Duration::from_millis(1), Guarantee::EffectivelyOnce);
@@ -244,7 +246,7 @@ mod tests {
                     }
                 },
             );
-            let settled = settlement.map(|it| in_flight.settle(it, &policy));
+            let settled = settlement.map(|settlement| in_flight.settle(settlement, &policy));
             let settled = settled.expect("the delivery is rejected");
             let failure_history = settled
                 .failure_history

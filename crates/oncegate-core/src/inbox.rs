@@ -1,4 +1,5 @@
-//! The inbox: the record of a message is committed in the transaction of its handler.
+//! The inbox: commits the record of a message in the same transaction as the changes of its
+//! handler.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -16,17 +17,18 @@ use crate::marker::{Ask, Guarantee, Operation, Verdict};
 use crate::memory::MemoryStore;
 use crate::store::{BoxError, Persistence, Store, StoreError};
 
-/// Handles messages in transactions of a database. Each transaction contains the record of its
-/// message, so its changes are committed exactly once. Nothing outside of this database is covered.
+/// Handles messages in transactions of a database. Each transaction also inserts the record of its
+/// message, so its changes are committed exactly once. Effects outside of this database may be
+/// repeated.
 ///
-/// The handler changes rows, and returns; then the consumer commits. After a failure, a timeout or a
-/// crash the transaction is rolled back, and the message is handled again.
+/// The handler changes rows and returns. Then the consumer commits the transaction. After a
+/// failure, a timeout or a crash the transaction is rolled back, and the message is handled again.
 ///
-/// [`Failure::InDoubt`] is for effects elsewhere: the transaction is rolled back and the message
-/// handled again, like [`Failure::Retry`].
+/// [`Failure::InDoubt`] is for effects outside of the database. The transaction is rolled back and
+/// the message handled again, as after [`Failure::Retry`].
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler for transactions of `{I}`",
-    label = "this is no `TransactionalHandler<{I}>`",
+    label = "this is not a `TransactionalHandler<{I}>`",
     note = "implement it: `impl TransactionalHandler<{I}> for … {{ type Payload = …; async fn handle(&self, payload: Self::Payload, transaction: &mut …, cx: &Context) -> Result<(), Failure> {{ … }} }}`"
 )]
 pub trait TransactionalHandler<I: Inbox>: Send + Sync + 'static {
@@ -45,15 +47,16 @@ pub trait TransactionalHandler<I: Inbox>: Send + Sync + 'static {
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 }
 
-/// A database that records the messages of its transactions.
+/// A database in which transactions record the messages that they handle.
 ///
 /// # The contract
 /// - Of all transactions with the record of one key, at most one is committed before the record
-///   expires. [`begin`](Self::begin) waits until another transaction with the record has ended.
+///   expires. [`begin`](Self::begin) waits until another open transaction with the same record has
+///   ended.
 /// - A transaction that is dropped is rolled back, unless its commit was already sent.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not an inbox",
-    label = "this is no `Inbox`",
+    label = "this is not an `Inbox`",
     note = "pass `PostgresInbox::new(pool)` of the crate `oncegate-postgres`"
 )]
 pub trait Inbox: Send + Sync + 'static {
@@ -63,14 +66,14 @@ pub trait Inbox: Send + Sync + 'static {
     /// The database and its address, without secrets, for status pages.
     fn described(&self) -> String;
 
-    /// How many transactions may be open at once: the default of
+    /// The maximum number of transactions that may be open at once. It is the default of
     /// [`max_in_flight`](crate::Builder::max_in_flight), and its maximum.
     fn max_transactions(&self) -> usize;
 
     /// Checks the database at the start, as [`Store::preflight`] does.
     ///
     /// # Errors
-    /// What is wrong, and what to do.
+    /// The database cannot be used. The text says what is wrong and what to do.
     fn preflight(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Whether committed transactions survive a crash of the database.
@@ -79,22 +82,24 @@ pub trait Inbox: Send + Sync + 'static {
     /// As for [`preflight`](Self::preflight).
     fn persistence(&self) -> impl Future<Output = Result<Persistence, StoreError>> + Send;
 
-    /// What the records say about these claims, in their order: [`Verdict::Granted`] if there is no
-    /// record. Changes nothing. With an empty slice, it only checks that the database answers.
+    /// Looks up the records of the keys of these claims, without changes. Returns one verdict for
+    /// each claim, in order: [`Verdict::Granted`] if there is no record. With an empty slice, only
+    /// checks that the database answers.
     ///
     /// # Errors
-    /// The database does not answer. A record that cannot be read is an error of its claim alone.
+    /// The database does not answer. For a record that cannot be read, only the result of its claim
+    /// is an error.
     fn look_up(
         &self,
         claims: &[Operation],
     ) -> impl Future<Output = Result<Vec<Result<Verdict, StoreError>>, StoreError>> + Send;
 
-    /// Begins a transaction, and inserts the record of this claim's key, which expires after the window
-    /// of the claim plus `longest_run`, the handler timeout.
+    /// Begins a transaction, and inserts the record of this claim's key, which expires after the
+    /// window of the claim plus `longest_run`, the handler timeout.
     ///
     /// # Errors
-    /// The database is unavailable, no connection is free, or a copy of the message runs for too long.
-    /// Nothing was changed.
+    /// The database is unavailable, no connection is free, or another transaction with the same
+    /// record is open for too long. Nothing was changed.
     fn begin(
         &self,
         claim: &Operation,
@@ -104,17 +109,17 @@ pub trait Inbox: Send + Sync + 'static {
     /// Commits a transaction.
     ///
     /// # Errors
-    /// [`CommitError`] says whether it may be committed.
+    /// [`CommitError`] says whether the transaction may be committed.
     fn commit(
         &self,
         transaction: Self::Transaction,
     ) -> impl Future<Output = Result<(), CommitError>> + Send;
 
-    /// Rolls a transaction back, after a failure of the handler. If the connection is lost, the database
-    /// does that.
+    /// Rolls back a transaction after a failure of the handler. If the connection is lost, the
+    /// database rolls it back, and this is no error.
     ///
     /// # Errors
-    /// [`CommitError::EndedByHandler`].
+    /// [`CommitError::EndedByHandler`] if the handler has ended the transaction by itself.
     fn rollback(
         &self,
         transaction: Self::Transaction,
@@ -125,23 +130,24 @@ pub trait Inbox: Send + Sync + 'static {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum BeginResult<T> {
-    /// A transaction with the record.
+    /// An open transaction that has inserted the record.
     Transaction(T),
-    /// There is a live record. No transaction was left open.
+    /// There is a record that has not expired, with this verdict. No transaction is open.
     Recorded(Verdict),
 }
 
-/// Why a transaction was not committed, as far as is known.
+/// Why a commit failed, and whether the transaction may be committed all the same.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommitError {
     /// It was rolled back.
     #[error("{0} (the transaction was rolled back)")]
     RolledBack(#[source] BoxError),
-    /// It may be committed: the reply was lost.
+    /// It may be committed, because the reply was lost.
     #[error("{0} (the transaction may be committed)")]
     Unknown(#[source] BoxError),
-    /// The handler ended it, so its changes and the record may have been separated.
+    /// The handler committed or rolled back the transaction by itself, so its changes and the
+    /// record may not have been committed together.
     #[error("{0}")]
     EndedByHandler(#[source] BoxError),
 }
@@ -152,21 +158,21 @@ pub enum CommitError {
 pub(crate) struct InboxUnavailable(#[source] BoxError);
 
 impl InboxUnavailable {
-    /// The failure of a run, which is repeated and not counted.
+    /// The failure of a run that is repeated and does not count as an attempt.
     fn failure(error: impl Into<BoxError>) -> Failure {
         Failure::Retry(Self(error.into()).into())
     }
 }
 
-/// The scope and the handler timeout of the consumer for one run in a transaction, and whether the
+/// The scope and the handler timeout of the consumer, for one run in a transaction, and whether the
 /// run waits for the database.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct RunContext {
     scope: Scope,
     longest_run: Duration,
-    /// Whether the run waits for the begin or the commit of a transaction: then its timeout is not the
-    /// handler's.
+    /// Whether the run waits until a transaction begins or commits. A timeout then counts as an
+    /// unavailable database, not as an unknown outcome.
     waits_for_database: AtomicBool,
 }
 
@@ -179,7 +185,7 @@ impl RunContext {
         }
     }
 
-    fn wait_for_database(&self, waits: bool) {
+    fn set_waits_for_database(&self, waits: bool) {
         self.waits_for_database.store(waits, Ordering::Relaxed);
     }
 
@@ -188,7 +194,7 @@ impl RunContext {
     }
 }
 
-/// A handler, each run in a transaction of the inbox.
+/// A handler whose runs are transactions of the inbox.
 #[derive(Debug)]
 pub struct InTransaction<H, I> {
     handler: H,
@@ -208,7 +214,7 @@ impl<H: TransactionalHandler<I>, I: Inbox> Handler for InTransaction<H, I> {
     type Payload = H::Payload;
 
     async fn handle(&self, payload: H::Payload, cx: &Context) -> Result<(), Failure> {
-        // Only `run` is called.
+        // The consumer calls `run`, never this method.
         let run = RunContext::new(&Scope::none(), defaults::HANDLER_TIMEOUT);
         self.run(payload, cx, &run).await
     }
@@ -220,22 +226,23 @@ impl<H: TransactionalHandler<I>, I: Inbox> Handler for InTransaction<H, I> {
         run: &RunContext,
     ) -> Result<(), Failure> {
         let Some(claim) = cx.claim(&run.scope) else {
-            return Err(Failure::Reject("the message has no id".into())); // does not occur: it was claimed
+            // Does not occur: a message without an id is not claimed.
+            return Err(Failure::Reject("the message has no id".into()));
         };
-        run.wait_for_database(true);
+        run.set_waits_for_database(true);
         let mut transaction = match self.inbox.begin(&claim, run.longest_run).await {
             Ok(BeginResult::Transaction(transaction)) => transaction,
             Ok(BeginResult::Recorded(verdict)) => return result_of_record(verdict),
             Err(error) => return Err(InboxUnavailable::failure(error)),
         };
-        run.wait_for_database(false);
+        run.set_waits_for_database(false);
         if let Err(failure) = self.handler.handle(payload, &mut transaction, cx).await {
             return Err(match self.inbox.rollback(transaction).await {
                 Err(CommitError::EndedByHandler(cause)) => Failure::Reject(cause),
                 _ => failure,
             });
         }
-        run.wait_for_database(true);
+        run.set_waits_for_database(true);
         let committed = self.inbox.commit(transaction).await;
         committed.map_err(|error| match error {
             CommitError::RolledBack(cause) => Failure::Retry(cause),
@@ -245,26 +252,28 @@ impl<H: TransactionalHandler<I>, I: Inbox> Handler for InTransaction<H, I> {
     }
 }
 
-/// The result of a run, if another run committed the record after the claim of this one.
+/// The result of a run that found a record, because another run committed it after this message was
+/// claimed.
 fn result_of_record(verdict: Verdict) -> Result<(), Failure> {
     match verdict {
         Verdict::Duplicate => Ok(()),
         Verdict::Conflict => Err(Failure::Reject(
             "its id was used for another body, in a transaction that was committed after this message was claimed".into(),
         )),
-        // The next claim returns what the record says.
+        // The next claim returns the verdict of the record.
         _ => Err(InboxUnavailable::failure(
             "another consumer recorded this id while it was claimed",
         )),
     }
 }
 
-/// The store of a consumer with an inbox. A claim is answered by the records of the inbox, and if there
-/// is none, by the memory of this process, in which deliveries of one id wait for each other. A restart
-/// forgets only how often messages failed.
+/// The store of a consumer with an inbox. A claim gets the verdict of the record in the inbox. If
+/// there is no record, it gets the verdict of a store in the memory of this process, in which
+/// deliveries of one id wait for each other. A restart loses only the numbers of failed attempts.
 #[derive(Debug)]
 pub struct InboxStore<I> {
     inbox: Arc<I>,
+    /// The claims of messages without a record.
     claims: MemoryStore,
     /// Whether the last lookup of records failed.
     is_down: Arc<AtomicBool>,
@@ -289,23 +298,26 @@ impl<I: Inbox> InboxStore<I> {
         }
     }
 
+    /// Applies an operation to the store in memory. A completion removes the marker, because the
+    /// inbox has the record.
     async fn apply_in_memory(&self, operation: &Operation) -> Result<Verdict, StoreError> {
         let mut in_memory = operation.clone();
         let completes = operation.ask == Ask::Complete;
         if completes {
-            in_memory.ask = Ask::Withdraw; // the inbox has the record
+            in_memory.ask = Ask::Withdraw;
         }
         let answer = self.claims.apply(&[in_memory]).await.pop();
-        // The dead letter has the counts. If it is sent again, its attempts are counted from 0.
-        let ends = completes || matches!(operation.ask, Ask::Reject(_));
-        if ends && matches!(answer, Some(Ok(Verdict::Applied))) {
+        // A dead letter contains the numbers of its attempts. If it is sent again, they are counted
+        // from 0.
+        let removes_marker = completes || matches!(operation.ask, Ask::Reject(_));
+        if removes_marker && matches!(answer, Some(Ok(Verdict::Applied))) {
             self.claims.forget(&operation.key);
         }
         match answer {
             Some(Ok(_)) if completes => Ok(Verdict::Done { marker_lost: false }),
             Some(answer) => answer,
             None => Err(StoreError::NotApplied(
-                "the memory returned no answer".into(),
+                "the store in memory returned no answer".into(),
             )),
         }
     }
@@ -324,16 +336,21 @@ impl<I: Inbox> Store for InboxStore<I> {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let is_claim = |operation: &&Operation| operation.ask == Ask::Claim;
         let claims: Vec<Operation> = operations.iter().filter(is_claim).cloned().collect();
-        // Renewals need no database: a run whose transaction is open keeps its claim.
-        let only_renews = operations.iter().all(|it| it.ask == Ask::Renew);
-        let looks = !claims.is_empty() || self.is_down.load(Ordering::Relaxed) && !only_renews;
+        // Renewals do not need the database, so a run with an open transaction keeps its claim
+        // during an outage.
+        let only_renews = operations
+            .iter()
+            .all(|operation| operation.ask == Ask::Renew);
+        let needs_lookup =
+            !claims.is_empty() || self.is_down.load(Ordering::Relaxed) && !only_renews;
         let mut found = Vec::new().into_iter();
-        if looks {
+        if needs_lookup {
             let records = self.inbox.look_up(&claims).await;
             self.is_down.store(records.is_err(), Ordering::Relaxed);
             found = match records {
                 Ok(records) => records.into_iter(),
-                // Operations in memory fail, too: an answer would make the store look available.
+                // The other operations of the batch fail, too: with an answer to one of them, the
+                // store would count as available.
                 Err(error) => return unanswered(error, operations.len()),
             };
         }
@@ -369,7 +386,7 @@ impl<I: Inbox> Store for InboxStore<I> {
     }
 }
 
-/// The error for each operation of a batch.
+/// One error for each operation of a batch, from the error of the lookup.
 fn unanswered(error: StoreError, operations: usize) -> Vec<Result<Verdict, StoreError>> {
     let is_permanent = matches!(error, StoreError::Misconfigured(_));
     let (StoreError::NotApplied(cause)
@@ -392,7 +409,7 @@ mod tests {
     use crate::id::MessageId;
     use crate::marker::{Effect, Terms, Token};
 
-    /// Has no records. Answers until it is down.
+    /// An inbox without records, which does not answer once its flag is set.
     #[derive(Clone, Default)]
     struct EmptyInbox(Arc<AtomicBool>);
 
@@ -455,7 +472,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn claims_are_renewed_while_the_database_answers_no_lookup() {
+    async fn claims_are_renewed_while_the_database_does_not_answer() {
         let inbox = EmptyInbox::default();
         let store = InboxStore::new(inbox.clone());
         let apply = async |id, ask| store.apply(&[operation(id, ask)]).await.remove(0);
@@ -464,7 +481,7 @@ mod tests {
         assert!(apply("b", Ask::Claim).await.is_err());
         let renewed = apply("a", Ask::Renew).await;
         assert!(matches!(renewed, Ok(Verdict::Applied)), "{renewed:?}");
-        // The store is not available again: completions wait.
+        // The inbox still does not answer, so completions fail, too.
         assert!(apply("a", Ask::Complete).await.is_err());
         inbox.0.store(false, Ordering::Relaxed);
         assert!(apply("a", Ask::Complete).await.is_ok());

@@ -1,4 +1,5 @@
-//! Pieces that the crates of oncegate share. Not part of the public API: they change without notice.
+//! Code that the crates of oncegate share. Not part of the public API: it may change in any
+//! release.
 
 mod lock;
 mod marker_columns;

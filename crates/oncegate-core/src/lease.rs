@@ -49,8 +49,8 @@ impl Lease {
             });
     }
 
-    /// Allows renewals until this moment.
-    pub(crate) fn hold_until(&self, renew_until: BootTime) {
+    /// Sets the time until which the lease may be renewed.
+    pub(crate) fn allow_renewals_until(&self, renew_until: BootTime) {
         self.renew_until
             .store(renew_until.as_micros(), Ordering::Release);
     }
@@ -59,14 +59,17 @@ impl Lease {
         now < BootTime::from_micros(self.renew_until.load(Ordering::Acquire))
     }
 
-    pub(crate) fn lose(&self) {
+    /// Ends the lease now. It cannot be extended afterwards.
+    pub(crate) fn mark_lost(&self) {
         self.deadline.store(0, Ordering::Release);
     }
 
+    /// Whether the lease has not ended at this time.
     pub(crate) fn is_live(&self, now: BootTime) -> bool {
         now < self.deadline()
     }
 
+    /// The time until the lease ends; zero if it has ended.
     pub(crate) fn remaining(&self) -> Duration {
         self.deadline().remaining_at(BootTime::now())
     }

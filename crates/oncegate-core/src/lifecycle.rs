@@ -12,7 +12,7 @@ mod stage;
 
 use std::time::Duration;
 
-// For the model, the laws and their mutants, with `transition` and `Action`; not part of the API.
+// For the model checker and the test suites of the workspace, as `transition` and `Action` are.
 #[doc(hidden)]
 pub use event::{Event, Outcome};
 pub use policy::Outage;
@@ -28,7 +28,7 @@ pub use stage::{
 
 use crate::marker::{Effect, Finding, Guarantee, Verdict};
 
-/// What the owner of a delivery, the engine or the gate, does next.
+/// What the owner of a delivery (the engine, the gate or the model checker) does next.
 #[doc(hidden)]
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum Action {
@@ -43,16 +43,16 @@ pub enum Action {
     Run,
     /// Start `reconcile`.
     Reconcile,
-    /// Report [`Event::Woke`] after about this long.
+    /// Report [`Event::Woke`] after about this long, with jitter.
     Wake(Duration),
     /// Report [`Event::Arrived`] when the message may run in isolation.
     AwaitIsolation,
     /// Pass this settlement to the source.
     Settle(Settlement),
-    /// Nothing: wait for the next event.
+    /// No action: wait for the next event.
     Wait,
-    /// Drop the delivery without settling it. The broker redelivers it; it can be claimed again when
-    /// its lease has ended.
+    /// Drop the delivery without settling it. The broker redelivers the message, whose id can be
+    /// claimed again when the lease has ended.
     Abandon,
 }
 
@@ -84,7 +84,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             )
         }
         (Claiming(history, _), Answer(V::InDoubt(attempts))) => {
-            // An operator redrove the id when it had no marker, so it is unknown whether it ever ran.
+            // An operator redrove the id when it had no marker, so it is unknown whether it ever
+            // ran.
             let too_old = history.freshness == Freshness::TooOld && attempts.crashes == 0;
             let cause = if too_old {
                 DoubtCause::TooOld
@@ -97,8 +98,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             )
         }
         (Claiming(history, tries), Answer(V::Busy { remaining })) => {
-            // Never longer than the lease, so that the id of a crashed holder is claimed within two
-            // leases.
+            // The wait is not longer than the rest of the lease, so that the id of a crashed holder
+            // is claimed within two leases.
             let wait = remaining.min(policy.pause(tries.0)) + CLOCK_MARGIN;
             match tries.0 >= policy.max_claim_retries {
                 true => release(wait, history.failures),
@@ -122,8 +123,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
 
         // The handler: it runs only while its lease is valid.
         (Ready(grant), MayRun) => (Running(grant, Tries(0)), Action::Run),
-        // Without a claim, this message is not counted as crashed if an isolated message crashes the
-        // process.
+        // The claim is withdrawn, so that this message counts no crash if an isolated message
+        // crashes the process.
         (Ready(grant), IsolationFull) => withdraw(grant, AfterWithdrawal::AwaitIsolation),
         (Withdrawing(grant, then), Answer(_)) => withdrawn(grant, then, policy),
         (Pausing(grant, tries), Woke) => (Running(grant, tries), Action::Run),
@@ -135,12 +136,13 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Running(grant, _), Returned(Outcome::Unreadable)) => {
             rejecting(grant, Reason::Unreadable, Effect::Nothing)
         }
-        // Its transaction did not begin, or is committed or not: the next one finds out. No attempt is
-        // counted, so that an outage of the database rejects nothing.
+        // The transaction of the inbox did not begin, or it is unknown whether it is committed: the
+        // next transaction finds out. No attempt is counted, so that an outage of the database
+        // rejects no message.
         (Running(grant, Tries(0)), Returned(Outcome::Unavailable)) => {
             withdraw(grant, AfterWithdrawal::ReleaseLater)
         }
-        // Earlier runs of this attempt failed, which counts.
+        // An earlier run of this attempt failed, so the attempt counts.
         (Running(grant, _), Returned(Outcome::Unavailable)) => {
             clear(grant.failed(), Effect::Nothing, policy.pause(3))
         }
@@ -172,8 +174,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Reconciling(grant, _, _), Reconciled(Some(finding))) => {
             (Resolving(grant, finding), Action::Apply)
         }
-        // The outcome cannot be determined: end the lease, so that an operator can resolve the id at
-        // once.
+        // The outcome cannot be determined: end the lease, so that an operator can resolve the id
+        // at once.
         (Reconciling(grant, _, cause), CannotReconcile) => doubt(grant, cause, AfterDoubt::Reject),
         (Reconciling(grant, tries, cause), Reconciled(None))
             if tries.0 + 1 >= policy.max_reconciles =>
@@ -188,9 +190,9 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             (Reconciling(grant, tries, cause), Action::Reconcile)
         }
         (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(ProofKind::Resolved),
-        // After a run that returned, the next attempt waits, as after any failure; after a crash
-        // (nothing spent) it does not. After the last attempt the id is claimed again at once, so that
-        // the claim rejects this delivery, which has the errors of its runs.
+        // After a run that returned, the next attempt waits, as after any failure. After a crash
+        // (`spent()` is 0), it does not wait. After the last attempt, this delivery claims the id
+        // again at once and is rejected, so that the dead letter has the errors of its runs.
         (Resolving(grant, Finding::DidNotHappen), Answer(V::Applied)) => {
             match grant.attempts.spent() {
                 0 => claim_again(grant),
@@ -204,7 +206,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Clearing(grant, _, after), Answer(_)) => release(after, grant.failures),
         (Rejecting(_, reason, _), Answer(V::Applied)) => reject(reason),
 
-        // Without the gate, at least once.
+        // The store is unavailable and the handler ran without a claim: at least once.
         (WithoutClaim(_), Returned(Outcome::Done)) => accept(ProofKind::PassedWithoutStore),
         (WithoutClaim(_), Returned(Outcome::Reject)) => reject(Reason::Refused),
         (WithoutClaim(_), Returned(Outcome::Unreadable)) => reject(Reason::Unreadable),
@@ -218,14 +220,14 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             history.failures.saturating_add(1),
         ),
 
-        // The marker changed or has another holder: a new claim reads its current state.
+        // The marker has changed or has another holder: a new claim finds out its state.
         (
             Doubting(grant, ..) | Resolving(grant, _) | Completing(grant) | Rejecting(grant, ..),
             Answer(_),
         ) => claim_again(grant),
 
         // The lease may have ended. A running handler is dropped. A stage that records an outcome
-        // ignores it (last arm): its operation is pending and is retried as before.
+        // ignores this event (last arm) and continues to repeat its operation.
         (Ready(grant), LeaseOver) => (Claiming(grant.history(), ClaimTries(0)), Action::Apply),
         (Running(grant, _), LeaseOver) if at_most_once => {
             doubt(grant, DoubtCause::Interrupted, AfterDoubt::Release)
@@ -235,9 +237,11 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Reconciling(grant, ..) | ReconcilePausing(grant, ..), LeaseOver) => {
             release(policy.pause(0), grant.failures)
         }
-        (WithoutClaim(history), LeaseOver) => release(policy.pause(0), history.failures), // does not occur: without the store there is no lease
+        // Does not occur: a handler without a claim has no lease.
+        (WithoutClaim(history), LeaseOver) => release(policy.pause(0), history.failures),
 
-        // The value that another program wrote is not overwritten. Only this id is affected.
+        // Another program wrote the value under the key, and it is not overwritten. Only this id is
+        // affected.
         (Rejecting(_, reason, _), UnreadableMarker) => reject(reason),
         (Clearing(grant, _, after), UnreadableMarker) => release(after, grant.failures),
         (ClaimingInDrain(history), UnreadableMarker) => release(Duration::ZERO, history.failures),
@@ -252,14 +256,14 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             reject(Reason::InDoubt(DoubtCause::UnreadableMarker))
         }
 
-        // With pass-through the release does not wait for the store: if the claim was applied, another
-        // delivery takes it over when its lease ends.
+        // With [`Outage::PassThrough`] the release does not wait for the store: if the store
+        // applied the claim, another delivery takes it over when its lease ends.
         (ClaimingInDrain(history), Unavailable) if passes_through(policy) => {
             release(Duration::ZERO, history.failures)
         }
 
-        // The store is unavailable: the operation is repeated with the same token, after the pause that
-        // follows three tries (eight times the first backoff).
+        // The store is unavailable: the operation is repeated with the same token, after eight
+        // times the first backoff (`pause(3)`).
         (
             ClaimingInDrain(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
             | Clearing(..) | Rejecting(..),
@@ -300,20 +304,20 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (stage, DrainOver) => drain_over(stage, policy),
         (_, StopNow) => (Settled, Action::Abandon),
 
-        // All other events are stale or change nothing: a stale wake-up, the answer to a renewal, a
-        // drain while the handler runs.
+        // All other events change nothing, such as an alarm of an earlier stage, or a drain while
+        // the handler runs.
         (stage, _) => (stage, Action::Wait),
     }
 }
 
-/// The drain timeout is over. Handlers that run are dropped, and their outcome is recorded as
-/// unknown, as after a handler timeout, so that no later claim counts a crash. Operations that are
-/// not answered yet remain pending.
+/// Processes [`Event::DrainOver`]: the drain timeout is over. A running handler is dropped, and its
+/// outcome is recorded as unknown, as after a handler timeout, so that no later claim counts a
+/// crash. An operation that is not answered yet remains pending.
 #[cold]
 fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
     use Stage::*;
     match stage {
-        // Not started: as at the beginning of the drain.
+        // The handler has not started: the same transitions as for [`Event::Drain`].
         New(history) | AwaitingClaim(history, _, ClaimReply::Answered) => {
             release(Duration::ZERO, history.failures)
         }
@@ -322,8 +326,9 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
         Ready(grant) => withdraw(grant, AfterWithdrawal::Release),
         Pausing(grant, _) => clear(grant, Effect::Nothing, Duration::ZERO),
 
-        // The handler is dropped. After its last attempt, too, the message is released and the next
-        // claim dead-letters it, so that a stop waits for no other system than the store.
+        // The handler is dropped. Even after its last attempt the message is released, and the next
+        // claim dead-letters it, so that a stop waits for the store only, and not for the
+        // confirmation of a dead letter.
         Running(grant, _) => match policy.guarantee {
             Guarantee::AtMostOnce => {
                 doubt(grant, DoubtCause::Interrupted, AfterDoubt::ReleaseAtOnce)
@@ -334,7 +339,7 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
         },
         WithoutClaim(history) => release(Duration::ZERO, history.failures.saturating_add(1)),
 
-        // `reconcile` is dropped or not started: the next claimant reconciles.
+        // `reconcile` is dropped, or not started: the delivery with the next claim reconciles.
         Reconciling(grant, _, cause) | ReconcilePausing(grant, _, cause) => {
             doubt(grant, cause, AfterDoubt::ReleaseAtOnce)
         }
@@ -356,7 +361,7 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
 }
 
 /// Added to the remaining lease before a claim is repeated, because the clocks of the store and of
-/// this process count in milliseconds.
+/// this process may have a resolution of milliseconds.
 const CLOCK_MARGIN: Duration = Duration::from_millis(2);
 
 fn granted(grant: Grant, history: History, policy: &Policy) -> (Stage, Action) {
@@ -366,8 +371,8 @@ fn granted(grant: Grant, history: History, policy: &Policy) -> (Stage, Action) {
     if grant.attempts.spent() > policy.max_attempts {
         return rejecting(grant, Reason::AttemptsSpent, Effect::Nothing);
     }
-    // This delivery has failed too often, but the id has not: an operator may have freed it since,
-    // for another delivery.
+    // This delivery has failed too often, but the marker counts fewer attempts: an operator may
+    // have redriven the id, for another delivery.
     if grant.spent() > policy.max_attempts {
         return withdraw(grant, AfterWithdrawal::Reject);
     }
@@ -432,7 +437,7 @@ fn withdrawn(grant: Grant, then: AfterWithdrawal, policy: &Policy) -> (Stage, Ac
         AfterWithdrawal::Release => release(Duration::ZERO, grant.failures),
         AfterWithdrawal::ReleaseLater => release(policy.pause(3), grant.failures),
         AfterWithdrawal::Reject => reject(Reason::AttemptsSpent),
-        // Its next claim has a new token: a delayed withdrawal must not match it.
+        // The next claim has a new token, so that a withdrawal that arrives late does not match it.
         AfterWithdrawal::AwaitIsolation => (Stage::New(grant.history()), Action::AwaitIsolation),
     }
 }

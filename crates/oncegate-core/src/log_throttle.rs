@@ -1,4 +1,4 @@
-//! Limits log lines that could be written for each delivery.
+//! Limits the rate of log lines that could be written for each delivery.
 
 use std::time::{Duration, Instant};
 
@@ -6,12 +6,14 @@ use std::time::{Duration, Instant};
 /// unavailable store or a topic of unreadable messages does not fill a disk with logs.
 #[derive(Debug)]
 pub struct LogThrottle {
-    lines: u32,
+    /// The maximum number of lines in a period.
+    max_lines: u32,
     period: Duration,
     /// When the current period started.
     period_start: Option<Instant>,
-    /// The lines of the current period.
+    /// The number of lines in the current period.
     written: u32,
+    /// The number of suppressed lines that were not reported yet.
     suppressed: u64,
 }
 
@@ -24,7 +26,7 @@ impl LogThrottle {
     /// Allows this number of lines in each period.
     pub const fn up_to(lines: u32, period: Duration) -> Self {
         Self {
-            lines,
+            max_lines: lines,
             period,
             period_start: None,
             written: 0,
@@ -32,7 +34,8 @@ impl LogThrottle {
         }
     }
 
-    /// If a line may be written now, the number of lines that were suppressed since the last one.
+    /// If a line may be written now, returns the number of lines that were suppressed since the
+    /// last written line. `None` if this line must be suppressed.
     pub fn due(&mut self, now: Instant) -> Option<u64> {
         if self
             .period_start
@@ -40,7 +43,7 @@ impl LogThrottle {
         {
             (self.period_start, self.written) = (Some(now), 0);
         }
-        if self.written >= self.lines {
+        if self.written >= self.max_lines {
             self.suppressed += 1;
             return None;
         }
@@ -48,14 +51,16 @@ impl LogThrottle {
         Some(std::mem::take(&mut self.suppressed))
     }
 
-    /// When the lines that were suppressed can be reported, if there are any.
+    /// When [`take_suppressed`](Self::take_suppressed) will return the number of suppressed lines;
+    /// `None` if there are none.
     pub fn report_at(&self) -> Option<Instant> {
         let start = self.period_start.filter(|_| self.suppressed > 0)?;
         Some(start + self.period)
     }
 
-    /// The number of lines that were suppressed since the last one, once the period is over; 0
-    /// before, and if there are none. Without this, those of the last period are never reported.
+    /// The number of lines that were suppressed since the last written line, once the period is
+    /// over; 0 before. Call it at [`report_at`](Self::report_at), because lines that are suppressed
+    /// in the last period of a burst are not reported otherwise.
     pub fn take_suppressed(&mut self, now: Instant) -> u64 {
         match self.report_at() {
             Some(at) if at <= now => std::mem::take(&mut self.suppressed),

@@ -1,8 +1,9 @@
 //! The store's side of the guarantee: the transitions of the marker under one key.
 //!
 //! A marker is the record of an id in the store. [`apply`] decides all its transitions. The memory
-//! store is this function on a map; a test suite compares every other store with it; the model
-//! checker explores it. It has no clock: the store passes the age of the marker.
+//! store calls this function on the values of a map; a test suite compares every other store with
+//! it; the model checker explores it. The function reads no clock: the store passes the age of the
+//! marker.
 
 mod attempts;
 mod fingerprint;
@@ -19,21 +20,21 @@ pub use operation::{
 };
 pub use token::{Token, Tokens};
 
-/// The guarantee that the user chooses: what follows when it is unknown whether the effect of a
-/// handler happened.
+/// The guarantee that the user chooses. It decides whether a handler runs again when it is unknown
+/// whether its effect happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Guarantee {
     /// The handler never starts a second time for an id, unless it reported that nothing happened,
-    /// or `reconcile` found that nothing happened and nothing still can. Messages whose outcome
-    /// stays unknown go to the in-doubt queue.
+    /// or `reconcile` found that nothing happened and nothing can happen later. Messages whose
+    /// outcome stays unknown go to the in-doubt queue.
     AtMostOnce,
     /// The handler runs again after a crash or a lost lease; a completed id is never handled again
     /// within the window.
     #[default]
     EffectivelyOnce,
     /// `SET processed:<id> 1 EX <window> NX` before the handler, `DEL` after any failure: the usual
-    /// code, for comparison. Loses messages on a crash, on a duplicate of a message that then fails,
-    /// and on a lost reply.
+    /// code, for comparison. Loses messages on a crash, on a duplicate of a message that then
+    /// fails, and on a lost reply.
     Bare,
 }
 
@@ -42,12 +43,13 @@ pub enum Guarantee {
 pub enum Marker {
     /// No record: the id was never claimed, was cleared, or has expired.
     Absent,
-    /// Free to claim. The attempts are kept because an earlier run may still have an effect.
+    /// An attempt failed, and the id can be claimed again. The marker keeps the attempts, because
+    /// an earlier run may have its effect later, so the next one needs a higher number.
     Cleared {
         /// The attempts up to the last grant.
         attempts: Attempts,
-        /// What these attempts may have done. An at-most-once claim of [`Effect::Unknown`] is in
-        /// doubt.
+        /// What these attempts may have done. If it is [`Effect::Unknown`], an at-most-once claim
+        /// is granted in doubt.
         effect: Effect,
     },
     /// A claim is held.
@@ -65,19 +67,19 @@ pub enum Marker {
     Done(Option<Fingerprint>),
 }
 
-/// The holder of a marker, and its terms. A marker contains its own lease and horizon, so that
-/// readers with another configuration apply those of its writer.
+/// The holder of a marker, and the terms of its claim. The marker contains the lease and the
+/// horizon, so that processes with another configuration apply those of its writer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Hold {
-    /// The claim that holds it.
+    /// The token of the claim that holds the id.
     pub token: Token,
     /// The attempts, including this one.
     pub attempts: Attempts,
     /// What the attempts before this one may have done.
     pub earlier: Effect,
-    /// How long after the last write of the marker no other claim is granted.
+    /// The time after the last write of the marker in which no other claim is granted.
     pub lease: Duration,
-    /// How long after its last write the marker expires.
+    /// The time after its last write at which the marker expires.
     pub horizon: Duration,
     /// The guarantee of the writer.
     pub guarantee: Guarantee,
@@ -99,12 +101,13 @@ pub enum Doubt {
 pub enum Age {
     /// The time since its last write.
     Of(Duration),
-    /// Unknown, because its expiry is absent or later than its horizon: another program changed it,
-    /// or the clock stepped back. A claim restarts its lease.
+    /// Unknown, because the key has no expiry, or one that is later than the horizon allows:
+    /// another program changed it, or the clock of the store was set back. The next claim is `Busy`
+    /// and restarts the lease.
     Unknown,
 }
 
-/// The change of the marker under one key, and the verdict for the claimant.
+/// Decides how an operation changes the marker under its key, and which verdict the operation gets.
 pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     use {Change::*, Marker::*};
     let Operation { ask, terms, .. } = operation;
@@ -121,7 +124,7 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
         )
     };
     let write_hold = |marker, hold: Hold| Write(marker, hold.horizon);
-    // The first attempt: if nothing happened in it, no marker is needed.
+    // No earlier attempt may have an effect: if this one has none, no marker is needed.
     let nothing_before = |hold: &Hold| hold.attempts.number == 1 && hold.earlier == Effect::Nothing;
     match (ask, marker) {
         (Ask::Claim, _) => claim(marker, age, operation),
@@ -133,7 +136,8 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
         (Ask::Complete, InProgress(hold)) if is_own(&hold) => {
             (done, Verdict::Done { marker_lost: false })
         }
-        // In doubt by any claim: only a holder completes, and a known outcome replaces an unknown one.
+        // Also if another claim is in doubt: only a holder whose handler succeeded completes, and a
+        // known outcome replaces an unknown one.
         (Ask::Complete, InDoubt(..)) => (done, Verdict::Done { marker_lost: false }),
         (Ask::Complete, Done(_)) => (Keep, Verdict::Done { marker_lost: false }),
         (Ask::Complete, Absent | Cleared { .. }) => (done, Verdict::Done { marker_lost: true }),
@@ -141,7 +145,8 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
         (Ask::Clear(effect), InProgress(hold)) if is_own(&hold) => {
             match (effect, terms.guarantee) {
                 (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Applied),
-                (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost), // does not occur: an unknown outcome is recorded with `Doubt`
+                // Does not occur: at most once records an unknown outcome with `Ask::Doubt`.
+                (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost),
                 _ => cleared(hold.attempts, hold.earlier.and(*effect)),
             }
         }
@@ -173,13 +178,14 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
             write_hold(InDoubt(hold, Doubt::Waiting), hold),
             Verdict::Applied,
         ),
-        (Ask::Doubt, Absent) => doubted(operation, Attempts::none_counted(operation.attempt)),
-        // Delayed or repeated: the outcome was determined since, or an operator has freed the id.
+        (Ask::Doubt, Absent) => write_doubt(operation, Attempts::none_counted(operation.attempt)),
+        // The operation arrives late or was repeated: since then, the outcome was determined, or an
+        // operator freed the id.
         (Ask::Doubt, Cleared { attempts, .. }) if operation.attempt <= attempts.base => {
             (Keep, Verdict::Lost)
         }
         // The fencing token never decreases.
-        (Ask::Doubt, Cleared { attempts, .. }) => doubted(
+        (Ask::Doubt, Cleared { attempts, .. }) => write_doubt(
             operation,
             Attempts {
                 number: attempts.number.max(operation.attempt),
@@ -202,7 +208,7 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
     }
 }
 
-/// The transitions of a claim.
+/// Applies [`Ask::Claim`].
 fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     use {Change::*, Marker::*};
     let terms = &operation.terms;
@@ -242,7 +248,8 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     };
     match marker {
         Absent => grant(Attempts::new(0), Effect::Nothing),
-        // An unknown outcome stays unknown if the guarantee is changed.
+        // An unknown outcome of an effectively-once attempt stays unknown if the guarantee is
+        // changed.
         Cleared {
             attempts,
             effect: Effect::Unknown,
@@ -251,8 +258,10 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
         InProgress(hold) if hold.token == operation.token => {
             (Write(marker, hold.horizon), Verdict::Granted(hold.attempts))
         }
-        InProgress(hold) if !lease_has_ended(&hold, age) => busy(&hold), // also for another body: the holder may still fail
-        InProgress(hold) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict), // the holder may never claim again
+        // Also with another body, because the holder may fail.
+        InProgress(hold) if !lease_has_ended(&hold, age) => busy(&hold),
+        // Not `Busy`: the holder may have crashed, and may never claim again.
+        InProgress(hold) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict),
         // A crash may have another cause than this message, so it is counted separately from failed
         // attempts.
         InProgress(hold) if is_at_most_once(hold.guarantee, terms.guarantee) => {
@@ -274,12 +283,12 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     }
 }
 
-/// The transitions of [`Ask::Redrive`] and [`Ask::Forget`].
+/// Applies [`Ask::Redrive`] or [`Ask::Forget`].
 fn free(marker: Marker, age: Age, operation: &Operation, seen: Marker) -> (Change, Verdict) {
     let in_progress = matches!(marker, Marker::InProgress(hold) if !lease_has_ended(&hold, age));
     match freed(operation) {
-        // Already freed, perhaps by this operation before its reply was lost. The expiry restarts in
-        // any case.
+        // Either the marker is as the operator saw it, or it is already freed, perhaps by this
+        // operation before its reply was lost. The expiry restarts in both cases.
         Some(freed) if marker == freed || (marker == seen && !in_progress) => (
             Change::Write(freed, operation.terms.window),
             Verdict::Applied,
@@ -288,8 +297,9 @@ fn free(marker: Marker, age: Age, operation: &Operation, seen: Marker) -> (Chang
     }
 }
 
-/// The marker after [`Ask::Redrive`] or [`Ask::Forget`]: the attempt number is kept, and no attempt
-/// counts. `None` for any other operation, and for a marker that the operation does not free.
+/// The marker after [`Ask::Redrive`] or [`Ask::Forget`]: it keeps the attempt number, and no
+/// attempt counts towards `max_attempts`. `None` for any other operation, and for a marker that the
+/// operation does not free.
 pub fn freed(operation: &Operation) -> Option<Marker> {
     use Marker::*;
     let free = |number: u32, effect| {
@@ -297,7 +307,7 @@ pub fn freed(operation: &Operation) -> Option<Marker> {
         Some(Cleared { attempts, effect })
     };
     match (operation.ask, operation.terms.guarantee) {
-        (Ask::Redrive { .. } | Ask::Forget { .. }, Guarantee::Bare) => Some(Absent), // whatever the marker was
+        (Ask::Redrive { .. } | Ask::Forget { .. }, Guarantee::Bare) => Some(Absent), // deletes any marker
         (Ask::Forget { seen: Done(_) }, _) if operation.attempt == 0 => {
             free(UNKNOWN_ATTEMPT, Effect::Nothing)
         }
@@ -320,7 +330,8 @@ pub fn freed(operation: &Operation) -> Option<Marker> {
                 effect: Effect::Nothing,
             } => free(attempts.number, Effect::Nothing),
             InDoubt(hold, _) if stated == Effect::Nothing => free(hold.attempts.number, stated),
-            // The lease has ended without an outcome, and no claim has taken the marker over since.
+            // The lease has ended without a recorded outcome, and no claim has taken over the
+            // marker since.
             InProgress(hold)
                 if stated == Effect::Nothing || !is_at_most_once(hold.guarantee, claimant) =>
             {
@@ -337,7 +348,8 @@ fn lease_has_ended(hold: &Hold, age: Age) -> bool {
     matches!(age, Age::Of(age) if age > hold.lease)
 }
 
-/// The bare gate: a claim writes a done marker, any failure deletes it.
+/// Applies an operation with [`Guarantee::Bare`]: a claim writes a done marker, any failure deletes
+/// it.
 fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
     match (operation.ask, marker) {
         (Ask::Claim, Marker::Absent) => (
@@ -347,13 +359,13 @@ fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
         (Ask::Claim, _) => (Change::Keep, Verdict::Duplicate),
         (Ask::Renew, _) => (Change::Keep, Verdict::Applied),
         (Ask::Complete, _) => (Change::Keep, Verdict::Done { marker_lost: false }),
-        // All operations after which the effect did not happen, or may not have.
+        // All operations that report a failure or free the id.
         _ => (Change::Delete, Verdict::Applied),
     }
 }
 
-/// Records doubt on a marker that was absent or cleared: no holder reconciles it yet.
-fn doubted(operation: &Operation, attempts: Attempts) -> (Change, Verdict) {
+/// Replaces an absent or cleared marker by one in doubt, which no holder reconciles yet.
+fn write_doubt(operation: &Operation, attempts: Attempts) -> (Change, Verdict) {
     let hold = new_hold(operation, attempts, Effect::Unknown);
     (
         Change::Write(Marker::InDoubt(hold, Doubt::Waiting), hold.horizon),
@@ -361,6 +373,7 @@ fn doubted(operation: &Operation, attempts: Attempts) -> (Change, Verdict) {
     )
 }
 
+/// The holder of a marker that this operation writes.
 fn new_hold(operation: &Operation, attempts: Attempts, earlier: Effect) -> Hold {
     let Terms {
         guarantee,
@@ -379,9 +392,10 @@ fn new_hold(operation: &Operation, attempts: Attempts, earlier: Effect) -> Hold 
     }
 }
 
-/// Whether the marker or the claim is at most once. If they differ, the stricter applies.
-fn is_at_most_once(record: Guarantee, claimant: Guarantee) -> bool {
-    record == Guarantee::AtMostOnce || claimant == Guarantee::AtMostOnce
+/// Whether the guarantee of the marker or of the claim is at most once: if they differ, the
+/// stricter one applies.
+fn is_at_most_once(marker: Guarantee, claim: Guarantee) -> bool {
+    marker == Guarantee::AtMostOnce || claim == Guarantee::AtMostOnce
 }
 
 #[cfg(test)]

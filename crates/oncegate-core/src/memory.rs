@@ -1,5 +1,5 @@
-//! The in-memory source and store, for tests and single processes. The tests compare every other
-//! store with this one.
+//! The in-memory source and store, for tests and single processes. A test suite compares every
+//! other store with this store.
 
 mod broker;
 mod done_log;

@@ -1,4 +1,4 @@
-//! Messages, without a connection to their broker.
+//! A message with its origin and headers, independent of its broker.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -8,7 +8,8 @@ use bytes::Bytes;
 /// One message as it was sent. Cloning copies no payload: key, headers and body are slices of
 /// shared memory.
 ///
-/// The slices keep the memory of the whole batch alive. Copy what you store for longer.
+/// The slices keep the memory of the whole received batch allocated. Before you store a message,
+/// call [`detach`](Self::detach) on a clone.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Message {
     /// Where the message came from.
@@ -21,7 +22,8 @@ pub struct Message {
     pub headers: Headers,
     /// The payload. Empty where the broker had none (a Kafka tombstone).
     pub body: Bytes,
-    /// When the producer or the broker says that the message was sent.
+    /// The timestamp of the message, which its producer or its broker has set; `None` if it has
+    /// none.
     pub sent_at: Option<SystemTime>,
 }
 
@@ -54,8 +56,8 @@ impl Message {
         self
     }
 
-    /// Copies key, headers and body, so that keeping the message does not keep the memory of its whole
-    /// batch.
+    /// Copies key, headers and body, so that keeping the message does not keep the memory of its
+    /// whole batch.
     pub fn detach(&mut self) {
         let copy = |bytes: &mut Bytes| *bytes = Bytes::copy_from_slice(bytes);
         self.key.iter_mut().for_each(copy);
@@ -76,8 +78,8 @@ pub struct Origin {
     pub name: Arc<str>,
     /// The position in the topic; a queue has no permanent positions.
     pub position: Position,
-    /// The messaging system by OpenTelemetry's semantic conventions: `kafka`, `rabbitmq`. An
-    /// attribute of spans; `None` omits it.
+    /// The value of the span attribute `messaging.system` of OpenTelemetry's semantic conventions,
+    /// such as `kafka` or `rabbitmq`; `None` omits the attribute.
     pub system: Option<&'static str>,
 }
 
@@ -117,18 +119,19 @@ pub enum Position {
     Queue,
 }
 
-/// Message headers: names with optional values, in order, names may repeat.
+/// Message headers: names with optional values, in the order in which they were sent. A name may
+/// occur several times.
 ///
 /// Stored as one block of bytes, so that the headers of a whole batch can share one allocation.
 #[derive(Clone, Default, PartialEq)]
 pub struct Headers(Bytes);
 
-/// A header value that is null on the wire has this length in the block.
+/// The length that a block of headers has in place of that of a value, if the value is null.
 const NULL: u32 = u32::MAX;
 
 impl Headers {
-    /// The headers in a block that [`Headers::encode`] has written. They end at the first byte that
-    /// does not parse.
+    /// The headers in a block that [`Headers::encode`] has written. The first header that is cut
+    /// off ends them.
     pub fn from_block(block: Bytes) -> Self {
         Self(block)
     }
@@ -148,7 +151,7 @@ impl Headers {
     /// The last, because a program that forwards a message replaces a header by adding it again.
     pub fn last(&self, name: &str) -> Option<&[u8]> {
         self.iter()
-            .filter(|(found, _)| *found == name.as_bytes())
+            .filter(|(header, _)| *header == name.as_bytes())
             .last()
             .and_then(|(_, value)| value)
     }

@@ -5,8 +5,9 @@ use std::time::{Duration, SystemTime};
 use crate::message::Message;
 use crate::source::headers;
 
-/// The age of a message: since its own timestamp, or since its first copy was received (the header
-/// `oncegate-first-seen`), whichever is earlier. `None` without either.
+/// The time since the message's own timestamp, or since its first copy was received (the header
+/// `oncegate-first-seen`), whichever is longer. Ignores a time in the future. `None` without
+/// either.
 pub(crate) fn age(message: &Message, now: SystemTime) -> Option<Duration> {
     let first_seen = message
         .headers

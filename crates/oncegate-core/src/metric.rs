@@ -1,4 +1,5 @@
-//! All metrics with their descriptions, for the recorder and the book.
+//! The metrics of this crate with their descriptions, for the metrics recorder and for the
+//! documentation.
 
 use metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
 
@@ -8,21 +9,21 @@ use metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
 pub struct Metric {
     /// Its name, by Prometheus's conventions.
     pub name: &'static str,
-    /// What kind of number it is.
+    /// Its kind.
     pub kind: Kind,
-    /// Its labels; the values of each are few.
+    /// Its labels, each of which has few values.
     pub labels: &'static [&'static str],
     /// Its description.
     pub help: &'static str,
 }
 
-/// What kind of number a metric is.
+/// The kind of a metric, as in Prometheus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Kind {
-    /// It only grows, from the start of the process.
+    /// Only increases, from 0 at the start of the process.
     Counter,
-    /// It goes up and down.
+    /// Increases and decreases.
     Gauge,
     /// The distribution of the recorded values.
     Histogram,
@@ -106,12 +107,13 @@ pub(crate) const AWAITING_CLAIM: &str = "oncegate_awaiting_claim";
 pub(crate) const STORE_UNAVAILABLE: &str = "oncegate_store_unavailable";
 pub(crate) const SHADOW: &str = "oncegate_shadow_total";
 
-/// The metrics of the consumer and the gate. Where several run in one process, they add up.
+/// The metrics of the consumer and the gate. If several run in one process, each metric is the sum
+/// over all of them.
 pub const METRICS: &[Metric] = &[
     Metric::counter(
         crate::outcome::DELIVERIES,
         &["outcome"],
-        "Events of deliveries: verdicts of the gate, results of runs, settlements",
+        "Events of deliveries: verdicts of the store, results of runs, settlements",
     ),
     Metric::histogram(
         CLAIM_SECONDS,
@@ -156,6 +158,6 @@ pub const METRICS: &[Metric] = &[
     Metric::counter(
         SHADOW,
         &["outcome"],
-        "Claims that the gate would not have granted at once, and that a Shadow granted",
+        "Claims that the store did not grant at once, and that a Shadow granted",
     ),
 ];

@@ -1,4 +1,5 @@
-//! Which deliveries are handled one after the other, by their ordering key.
+//! Queues of deliveries that have to be handled one after the other, because they have the same
+//! ordering key.
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
@@ -9,16 +10,18 @@ use crate::message::Position;
 use crate::slots::Slot;
 use crate::source::{Delivery, Order};
 
-/// The queue of each ordering key. The first delivery of a key holds it until its settlement; the
-/// others wait, in the order of their receipt.
+/// The queue of each ordering key. The first delivery of a key holds the key until it is settled;
+/// the others wait in the queue, in the order of their receipt.
 #[derive(Debug)]
 pub(crate) struct OrderingQueues {
     order: Order,
     hasher: RandomState,
+    /// The deliveries behind the one that holds the key; no entry for a key that no delivery holds.
     queues: HashMap<OrderingKey, VecDeque<Slot>>,
 }
 
-/// The hash of an ordering key. Keys with the same hash wait for each other; order is kept.
+/// The hash of an ordering key. Deliveries whose keys have the same hash wait for each other even
+/// if the keys differ; the order within each key is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct OrderingKey(u64);
 
@@ -50,7 +53,7 @@ impl OrderingQueues {
         }
     }
 
-    /// Takes the ordering key for a delivery, or queues the delivery behind the one that holds it.
+    /// Gives the ordering key to a delivery, or queues the delivery if another one holds the key.
     pub(crate) fn acquire(&mut self, key: OrderingKey, slot: Slot) -> KeyState {
         match self.queues.entry(key) {
             hashbrown::hash_map::Entry::Vacant(free) => {
@@ -64,8 +67,9 @@ impl OrderingQueues {
         }
     }
 
-    /// Releases an ordering key. Returns the next delivery, which now holds it.
-    pub(crate) fn release(&mut self, key: OrderingKey) -> Option<Slot> {
+    /// Passes an ordering key on after its holder was settled. Returns the next delivery of its
+    /// queue, which now holds the key.
+    pub(crate) fn pass_on(&mut self, key: OrderingKey) -> Option<Slot> {
         let next = self.queues.get_mut(&key)?.pop_front();
         if next.is_none() {
             self.queues.remove(&key);
@@ -73,12 +77,12 @@ impl OrderingQueues {
         next
     }
 
-    /// Removes a delivery from the queue of its key. Returns whether it was queued.
-    pub(crate) fn withdraw(&mut self, key: OrderingKey, slot: Slot) -> WasQueued {
+    /// Removes a delivery from the queue of its key, if it is queued.
+    pub(crate) fn remove_queued(&mut self, key: OrderingKey, slot: Slot) -> WasQueued {
         let Some(queue) = self.queues.get_mut(&key) else {
             return WasQueued::No;
         };
-        let Some(index) = queue.iter().position(|it| *it == slot) else {
+        let Some(index) = queue.iter().position(|queued| *queued == slot) else {
             return WasQueued::No;
         };
         queue.remove(index);
@@ -86,7 +90,7 @@ impl OrderingQueues {
     }
 }
 
-/// Whether a delivery may proceed.
+/// Whether a delivery holds its ordering key.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum KeyState {
     /// It holds its ordering key.
@@ -98,8 +102,8 @@ pub(crate) enum KeyState {
 /// Whether a delivery was queued.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum WasQueued {
-    /// It was queued, and is removed.
+    /// It was queued, and was removed from the queue.
     Yes,
-    /// It holds its key, or has none.
+    /// It was not queued: it holds its key.
     No,
 }

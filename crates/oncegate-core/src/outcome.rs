@@ -1,12 +1,12 @@
-//! A counter for each outcome, through the `metrics` facade.
+//! The counters of the metric [`DELIVERIES`], through the `metrics` facade.
 
 use metrics::{Counter, counter};
 
 use crate::lifecycle::{Event, Outcome, Settlement};
 use crate::marker::{Attempts, Finding, Verdict};
 
-/// `oncegate_deliveries_total{outcome=…}`: the verdicts for deliveries, the results of their runs, and
-/// their settlements.
+/// `oncegate_deliveries_total{outcome=…}`: the verdicts for deliveries, the results of their runs,
+/// and their settlements.
 pub const DELIVERIES: &str = "oncegate_deliveries_total";
 
 macro_rules! outcomes {
@@ -40,7 +40,7 @@ outcomes!(
     reconciled_did_not_happen: "reconcile found that an effect in doubt had not happened",
     marker_lost: "when the id was recorded as done, the store had lost its claim: another attempt may have run at the same time",
     completed: "settled: handled, and recorded as done",
-    released: "to be tried again: waits for that in the consumer, or is returned to the source",
+    released: "waits in the consumer for its next attempt, or is returned to the source",
     rejected: "settled: passed to the source, to be published to the dead letters",
     in_doubt: "settled: passed to the source, to be published to the in-doubt destination for an operator",
     passed_without_store: "handled without the store while the store was unavailable (Outage::PassThrough)",
@@ -52,7 +52,7 @@ outcomes!(
 impl Outcomes {
     /// Counts an event of a delivery.
     #[inline]
-    pub(crate) fn happened(&self, event: Event) {
+    pub(crate) fn count_event(&self, event: Event) {
         if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event
             && attempts.crashes > 0
         {

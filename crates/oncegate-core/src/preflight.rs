@@ -13,7 +13,7 @@ use crate::store::{Persistence, Store, StoreError};
 const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// How often an unavailable store is logged.
+/// The interval of log lines about an unavailable store.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Checks that the store can keep the guarantee. Retries while the store is unavailable.
@@ -24,7 +24,7 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
     let mut tries = 0;
     let mut throttle = LogThrottle::every(LOG_INTERVAL);
     loop {
-        let checked = volatile_reason(store, settings).await;
+        let checked = check_store(store, settings).await;
         if let Some(status) = &settings.status {
             let now = Instant::now();
             status.update_store(|health| match &checked {
@@ -51,12 +51,9 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
     }
 }
 
-/// Why the store may lose data in a crash. `None` if it may not, or if the guarantee or the user
-/// allows that.
-async fn volatile_reason(
-    store: &dyn Store,
-    settings: &Settings,
-) -> Result<Option<String>, StoreError> {
+/// Checks the store once. Returns why it may lose data in a crash; `None` if it cannot, or if the
+/// guarantee or the user allows that.
+async fn check_store(store: &dyn Store, settings: &Settings) -> Result<Option<String>, StoreError> {
     store.preflight(settings.guarantee).await?;
     let needs_persistence =
         settings.guarantee == Guarantee::AtMostOnce || settings.inbox != InboxUse::None;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether a consumer receives messages at this moment: for a readiness probe. Clones report the same
-/// consumer.
+/// Whether a consumer receives messages at this moment: for a readiness probe. Clones report the
+/// same consumer.
 ///
 /// Not ready until the source is connected and the store has answered, while the store is
 /// unavailable, while the consumer drains, and after it ends. The consumer updates it as soon as it
@@ -27,7 +27,7 @@ pub(crate) enum ReadinessState {
 }
 
 impl Readiness {
-    /// The readiness of a consumer that has not started.
+    /// Not ready, until a consumer that was given a clone is ready.
     pub fn new() -> Self {
         Self::default()
     }

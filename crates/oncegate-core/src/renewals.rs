@@ -1,4 +1,4 @@
-//! Renews leases on a thread of its own, which no handler can block.
+//! Renews leases on a separate thread, which no handler can block.
 
 use std::cell::RefCell;
 use std::panic::AssertUnwindSafe;
@@ -20,19 +20,19 @@ use crate::log_throttle::LogThrottle;
 use crate::marker::{Token, Verdict};
 use crate::store::{Store, StoreError};
 
-/// The leases that are renewed, by the slab index of their delivery.
+/// A handle to the renewal thread. Has the leases that the thread renews, by the slab index of
+/// their delivery.
 pub(crate) struct Renewals {
     held: Lock<Vec<Option<Arc<SharedDelivery>>>>,
-    /// Closed when the last handle is dropped, which ends the thread at once. Each thread has a
-    /// runtime, and threads that end late use up the file descriptors of a process that starts
-    /// many consumers.
+    /// Dropped with the last handle, which ends the thread at once. Each thread has a runtime, and
+    /// threads that end late use up the file descriptors of a process that starts many consumers.
     _alive: oneshot::Sender<()>,
 }
 
 /// A lease that has ended: the slab index of its delivery, and the token of its claim.
 pub(crate) type LostLease = (usize, Token);
 
-/// The pause after a renewal that was not answered; a sixth of the lease if that is shorter.
+/// The pause after renewals without an answer; a sixth of the lease if that is shorter.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// The maximum number of renewals in a batch.
@@ -42,10 +42,10 @@ const BATCH: usize = 256;
 const BLOCKED_AFTER: Duration = Duration::from_secs(5);
 
 impl Renewals {
-    /// Starts the thread, which ends when the last handle is dropped. It sends each lease that has
-    /// ended to `lost_leases`, which is closed if the thread fails. It reports if `watched`, the runtime
-    /// of a consumer, is blocked; `None` for a gate, whose runtime may be driven only now
-    /// and then.
+    /// Starts the thread, which ends when the last handle is dropped. The thread sends each lease
+    /// that has ended to `lost_leases`, and closes that channel if it fails. It logs when
+    /// `watched`, the runtime of a consumer, is blocked; `None` for a gate, whose runtime need not
+    /// run all the time.
     pub(crate) fn start(
         store: Arc<dyn Store>,
         scope: Scope,
@@ -77,7 +77,7 @@ impl Renewals {
                     lease,
                 };
                 let blocked =
-                    OptionFuture::from(watched.map(|it| report_if_blocked(it, BLOCKED_AFTER)));
+                    OptionFuture::from(watched.map(|runtime| report_if_blocked(runtime, BLOCKED_AFTER)));
                 runtime.block_on(async {
                     tokio::select! {
                         () = renew_until_dropped(&weak, dropped, &renewer, &lost_leases) => {}
@@ -90,8 +90,8 @@ impl Renewals {
         Ok(renewals)
     }
 
-    /// Stops renewing the leases of the deliveries at the indexes `ended`, and starts renewing those
-    /// of `granted`, which may reuse the same indexes.
+    /// Stops renewing the leases of the deliveries at the indexes `ended`, and starts renewing
+    /// those of `granted`, which may reuse the same indexes.
     pub(crate) fn update(
         &self,
         ended: impl Iterator<Item = usize>,
@@ -115,7 +115,8 @@ impl Renewals {
         self.held.lock()
     }
 
-    /// The leases with less than two thirds left, and those that have ended, which are removed.
+    /// The leases with less than two thirds of their duration left, to renew them, and the leases
+    /// that have ended, which this call removes.
     fn due(&self, now: BootTime) -> (Vec<Arc<SharedDelivery>>, Vec<LostLease>) {
         let (mut due, mut ended) = (Vec::new(), Vec::new());
         for (index, held) in self.lock().iter_mut().enumerate() {
@@ -134,8 +135,9 @@ impl Renewals {
     }
 }
 
-/// Reports when the runtime does not run a task within `blocked_after`, because handlers block all of its
-/// threads. Then nothing is received, settled or timed out, but leases are still renewed.
+/// Logs a warning when the runtime does not run a task within `blocked_after`, because handlers
+/// block all of its threads. Then no message is received, settled or timed out, but leases are
+/// still renewed.
 async fn report_if_blocked(runtime: Handle, blocked_after: Duration) {
     let mut log = LogThrottle::every(Duration::from_secs(60));
     loop {
@@ -157,7 +159,7 @@ async fn report_if_blocked(runtime: Handle, blocked_after: Duration) {
     }
 }
 
-/// What a renewal needs besides the leases.
+/// The store and the settings of renewals.
 struct Renewer<'a> {
     store: &'a dyn Store,
     scope: Scope,
@@ -165,6 +167,7 @@ struct Renewer<'a> {
     lease: Duration,
 }
 
+/// Renews leases until the last handle is dropped.
 async fn renew_until_dropped(
     renewals: &Weak<Renewals>,
     dropped: oneshot::Receiver<()>,
@@ -177,8 +180,8 @@ async fn renew_until_dropped(
     }
 }
 
-/// Renews the leases that are due 24 times within a lease, so that a failed renewal can be repeated
-/// several times before the lease ends.
+/// Renews the leases that are due about 24 times within a lease (at intervals from 5 ms to 1 s), so
+/// that a failed renewal can be repeated several times before the lease ends.
 async fn renew_at_each_tick(
     renewals: &Weak<Renewals>,
     renewer: &Renewer<'_>,
@@ -214,8 +217,8 @@ async fn renew_at_each_tick(
     }
 }
 
-/// The throttles of the log lines about renewals that failed. An unavailable store fails them many
-/// times a second.
+/// The throttles of the log lines about failed renewals. While the store is unavailable, they fail
+/// many times a second.
 struct RenewalLog {
     unanswered: LogThrottle,
     failed: LogThrottle,
@@ -252,12 +255,14 @@ impl RenewalLog {
 /// Whether the store answered a batch of renewals.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum StoreReply {
+    /// The store answered at least one renewal.
     Received,
+    /// The store answered no renewal.
     Missing,
 }
 
-/// Renews a batch. Leases that were not answered in time are retried at the next tick, until they
-/// end.
+/// Renews the leases of a batch. A renewal without an answer is repeated at the next tick, until
+/// its lease ends.
 async fn renew(
     renewer: &Renewer<'_>,
     batch: &[Arc<SharedDelivery>],
@@ -265,7 +270,7 @@ async fn renew(
 ) -> StoreReply {
     let (leases, operations): (Vec<_>, Vec<_>) = batch
         .iter()
-        .filter_map(|it| Some((it.lease.as_ref()?, it.renewal(&renewer.scope)?)))
+        .filter_map(|delivery| Some((delivery.lease.as_ref()?, delivery.renewal(&renewer.scope)?)))
         .unzip();
     fault::before(&operations);
     let sent = BootTime::now();
@@ -280,7 +285,7 @@ async fn renew(
     for (lease, answer) in leases.into_iter().zip(answers) {
         match answer {
             Ok(Verdict::Applied) => lease.extend(sent),
-            Ok(_) => lease.lose(),
+            Ok(_) => lease.mark_lost(),
             Err(error) => {
                 failed += 1;
                 why = Some(error);

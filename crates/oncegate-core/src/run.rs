@@ -1,4 +1,5 @@
-//! One run of a handler: decodes the payload, enforces the timeout and the lease, catches panics.
+//! Runs a handler once: decodes the payload, drops the handler at its timeout and at the end of its
+//! lease, and catches panics.
 
 use std::any::Any;
 use std::future::Future;
@@ -22,7 +23,7 @@ use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::marker::Finding;
 use crate::spans;
 
-/// A handler with its decoder and its timeout.
+/// A handler with its decoder, its timeout and the scope of its consumer.
 pub(crate) struct Runner<H, D> {
     pub(crate) handler: H,
     pub(crate) decode: D,
@@ -38,7 +39,7 @@ pub(crate) struct RunResult {
     pub(crate) ended: BootTime,
 }
 
-/// When a run was started, and the reading of the clock before its first poll.
+/// The time at which a run was started, and the time just before its first poll.
 #[derive(Clone, Copy)]
 pub(crate) struct RunClock {
     pub(crate) began: BootTime,
@@ -46,7 +47,7 @@ pub(crate) struct RunClock {
 }
 
 impl RunResult {
-    /// The task of the handler ended without a result.
+    /// The result of a run whose task ended without a result.
     pub(crate) fn lost() -> Self {
         let error = "the handler's task ended without a result";
         Self::ended(
@@ -132,7 +133,8 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                     }
                 })
             };
-            // The error is dropped and its text is written here, because both may panic.
+            // The error is formatted and dropped inside this future, whose panics are caught,
+            // because both may panic.
             match found.await {
                 Ok(Reconciled::Happened) => (Event::Reconciled(Some(Finding::Happened)), None),
                 Ok(Reconciled::DidNotHappen) => {
@@ -165,15 +167,19 @@ impl<H: Handler, D: Decode> Runner<H, D> {
 
 /// How a bounded future ended.
 pub(crate) enum BoundedEnd<T> {
+    /// It completed with this output.
     Completed(T),
+    /// It panicked with this text.
     Panicked(String),
+    /// Its timeout was over.
     TimedOut,
+    /// Its lease ended.
     LeaseOver,
 }
 
-/// Runs a future in its span until it completes, the timeout since `clock.began` is over, or its
-/// lease ends, and drops it. Catches its panics. The lease is checked before each poll: after a
-/// pause of the process the future is polled before the timers fire.
+/// Runs a future in its span until it completes, until the timeout (counted from `clock.began`) is
+/// over, or until its lease ends; then drops it. Catches its panics. Checks the lease before each
+/// poll, because after a pause of the process tokio polls the future before its timers fire.
 pub(crate) async fn bounded<F: Future>(
     mut work: Pin<&mut Option<F>>,
     span: Option<&Span>,
@@ -185,18 +191,18 @@ pub(crate) async fn bounded<F: Future>(
         Some(lease) if !lease.is_live(now) => Poll::Ready(BoundedEnd::LeaseOver),
         _ => poll_caught(work.as_mut(), span, poller),
     };
-    // Timers cost more than a handler that is ready at once.
+    // The first poll has no timer, because a timer costs more than a handler that is ready at once.
     let first = |poller: &mut task::Context<'_>| Poll::Ready(poll(clock.now, poller));
     let ended = match std::future::poll_fn(first).await {
         Poll::Ready(ended) => ended,
         Poll::Pending => {
-            // A duration, not a deadline: in tests with paused time tokio's clock differs from
-            // `began`'s.
-            let left = timeout.saturating_sub(clock.began.elapsed_at(BootTime::now()));
+            // `timeout` gets a duration, not a deadline, because in tests with paused time the
+            // clock of tokio differs from that of `began`.
+            let remaining = timeout.saturating_sub(clock.began.elapsed_at(BootTime::now()));
             let completed = std::future::poll_fn(|poller| poll(BootTime::now(), poller));
             tokio::select! {
                 biased;
-                ended = tokio::time::timeout(left, completed) => ended.unwrap_or(BoundedEnd::TimedOut),
+                ended = tokio::time::timeout(remaining, completed) => ended.unwrap_or(BoundedEnd::TimedOut),
                 () = lease_end(lease) => BoundedEnd::LeaseOver,
             }
         }
@@ -209,7 +215,7 @@ pub(crate) async fn bounded<F: Future>(
     ended
 }
 
-/// Polls a future, and drops it once it is ready.
+/// Polls a future, drops it if it is ready, and catches the panics of both.
 fn poll_caught<F: Future>(
     mut work: Pin<&mut Option<F>>,
     span: Option<&Span>,
@@ -218,7 +224,9 @@ fn poll_caught<F: Future>(
     let mut output = None;
     let polled = catch_unwind(AssertUnwindSafe(|| {
         in_span(span, || {
-            if let Some(Poll::Ready(value)) = work.as_mut().as_pin_mut().map(|it| it.poll(poller)) {
+            if let Some(Poll::Ready(value)) =
+                work.as_mut().as_pin_mut().map(|work| work.poll(poller))
+            {
                 output = Some(value);
                 work.set(None);
             }
@@ -250,7 +258,7 @@ fn log_panic_of_drop(panic: Box<dyn Any + Send>) {
     );
 }
 
-/// Completes when the lease ends. A renewal postpones that.
+/// Completes when the lease ends. A renewal of the lease postpones this.
 async fn lease_end(lease: Option<&Lease>) {
     let Some(lease) = lease else {
         return std::future::pending().await;
@@ -260,6 +268,7 @@ async fn lease_end(lease: Option<&Lease>) {
     }
 }
 
+/// The text of a panic, which begins with `panicked: `.
 #[cold]
 pub(crate) fn panic_text(panic: Box<dyn Any + Send>) -> String {
     let text = panic
@@ -271,7 +280,7 @@ pub(crate) fn panic_text(panic: Box<dyn Any + Send>) -> String {
         text.unwrap_or("with a payload that is not text")
     );
     if let Err(second_panic) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
-        std::mem::forget(second_panic); // its drop may panic, too
+        std::mem::forget(second_panic); // dropping it may panic, too
     }
     message
 }

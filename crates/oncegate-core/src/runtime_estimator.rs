@@ -5,19 +5,21 @@ use std::time::Duration;
 /// A histogram of recent handler durations, with buckets that grow by 25 %.
 #[derive(Debug)]
 pub(crate) struct RuntimeEstimator {
-    /// The number of runs of up to 1 ms, 1.25 ms, and so on; the last bucket has all longer ones.
+    /// The number of runs of up to 1 ms, 1.25 ms, and so on. The last bucket also has all longer
+    /// runs.
     runs: [u32; BUCKETS],
+    /// The number of runs since the last estimate, plus half of those before.
     total: u32,
-    /// `None` until [`RUNS_PER_ESTIMATE`] were measured.
+    /// `None` until [`RUNS_PER_ESTIMATE`] runs were measured.
     lease: Option<Duration>,
 }
 
 /// The number of buckets: up to 1 ms × 1.25^96, about 33 minutes.
 const BUCKETS: usize = 97;
-/// The number of runs after which the lease is computed. After each computation the counts are
-/// halved, so that recent runs count more.
+/// The number of runs at which the lease is computed. Each computation halves the counts, so that
+/// recent runs have more weight.
 const RUNS_PER_ESTIMATE: u32 = 512;
-/// Added to twice the duration of a run, for a pause of the process or a slow store.
+/// Added to twice the duration of a run, to allow for a pause of the process or a slow store.
 pub(crate) const SLACK: Duration = Duration::from_secs(1);
 
 impl RuntimeEstimator {
@@ -45,19 +47,21 @@ impl RuntimeEstimator {
         }
     }
 
-    /// The lease that suffices for 99 % of the measured runs; `None` while there are too few.
+    /// The lease for the 99th percentile of the measured runs, by [`lease_for`]; `None` while there
+    /// are too few runs.
     pub(crate) fn lease(&self) -> Option<Duration> {
         self.lease
     }
 
+    /// The upper bound of the bucket that contains the 99th percentile.
     fn percentile_99(&self) -> Duration {
         let all: u32 = self.runs.iter().sum();
-        let mut left = all.div_ceil(100);
+        let mut longest_runs = all.div_ceil(100);
         for (bucket, count) in self.runs.iter().enumerate().rev() {
-            if *count >= left {
+            if *count >= longest_runs {
                 return Duration::from_millis(1).mul_f64(1.25f64.powi(bucket as i32));
             }
-            left -= count;
+            longest_runs -= count;
         }
         Duration::from_millis(1)
     }

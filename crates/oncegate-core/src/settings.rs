@@ -13,7 +13,7 @@ use crate::readiness::Readiness;
 use crate::source::Order;
 use crate::status::ConsumerStatus;
 
-/// Whether a message with a known id and a different body is a conflict.
+/// Whether a message is a conflict if the store has its id with a different body.
 #[derive(Clone, Default)]
 #[non_exhaustive]
 pub enum Fingerprints {
@@ -65,14 +65,14 @@ pub enum Execution {
 /// The maximum of every duration, ten years, so that no sum of a clock and a duration overflows.
 pub(crate) const MAX_DURATION: Duration = Duration::from_secs(3650 * 24 * 3600);
 
-/// The minimum of a lease: it is renewed after a third of that, and a renewal has to be answered in
-/// the rest.
+/// The minimum of a lease: it is renewed after a third of its duration, and the store has to answer
+/// the renewal before it ends.
 const SHORTEST_LEASE: Duration = Duration::from_millis(100);
 
 /// The minimum of the dedup window.
 const SHORTEST_WINDOW: Duration = Duration::from_secs(1);
 
-/// How often a claim is repeated at most before its delivery is released.
+/// The maximum number of repeats of a claim before its delivery is released.
 const MAX_CLAIM_RETRIES: u32 = 1000;
 
 /// The settings of a consumer.
@@ -111,17 +111,15 @@ pub(crate) struct Settings {
 /// Whether the handler runs in transactions of an inbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum InboxUse {
+    /// The consumer has a store, and no inbox.
     None,
     /// There is an inbox, and no handler for its transactions yet.
-    NoHandler {
-        max_transactions: usize,
-    },
-    Transactions {
-        max_transactions: usize,
-    },
+    NoHandler { max_transactions: usize },
+    /// There is an inbox with a [`TransactionalHandler`](crate::TransactionalHandler).
+    Transactions { max_transactions: usize },
 }
 
-/// Whether at most once accepts a store that may lose data in a crash.
+/// Whether at most once, or an inbox, accepts a store that may lose data in a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VolatileStore {
     Refused,
@@ -206,13 +204,13 @@ impl Settings {
         }
         if shortest > self.lease {
             let problem = format!(
-                "its shortest lease ({shortest:?}) is longer than the lease ({:?})",
+                "the shortest lease ({shortest:?}) is longer than the longest ({:?})",
                 self.lease
             );
             return misconfigured(
                 "adaptive_lease",
                 problem,
-                "do not set `lease` beside it: its longest lease is the lease",
+                "do not call `.lease(…)` after `.adaptive_lease(…)`, which sets the longest lease",
             );
         }
         if self.max_age.is_some_and(|age| age > self.dedup_window) {
@@ -326,14 +324,14 @@ impl Settings {
                 "guarantee",
                 "with an inbox, changes of its database are committed exactly once in any case"
                     .into(),
-                "do not set a guarantee beside .inbox(…)",
+                "do not call both .guarantee(…) and .inbox(…)",
             );
         }
         if self.outage != Outage::Hold {
             return misconfigured(
                 "outage",
                 "with an inbox, nothing is handled while its database is unavailable".into(),
-                "do not set an outage beside .inbox(…)",
+                "do not call both .outage(…) and .inbox(…)",
             );
         }
         if self.max_in_flight > max_transactions {
@@ -354,30 +352,32 @@ impl Settings {
         self.shortest_lease.unwrap_or(self.lease)
     }
 
-    /// How long the lease of one grant is renewed: a lease, and all inline retries and `reconcile`
-    /// calls up to their timeout, with all pauses between.
-    pub(crate) fn longest_hold(&self) -> Duration {
+    /// The maximum time for which the lease of one grant is renewed: one lease, plus the first run,
+    /// all inline retries and all `reconcile` calls, each up to the handler timeout and with the
+    /// longest pauses between them.
+    pub(crate) fn max_renewal_time(&self) -> Duration {
         let runs = self
             .max_inline_retries
             .saturating_add(self.max_reconciles)
             .saturating_add(1);
-        let each = self
+        let run_and_pauses = self
             .handler_timeout
             .saturating_add(self.longest_backoff.saturating_mul(2));
-        self.lease + each.saturating_mul(runs).min(MAX_DURATION)
+        self.lease + run_and_pauses.saturating_mul(runs).min(MAX_DURATION)
     }
 
-    /// How long a delivery may stay unsettled: see [`Builder::longest_open`](crate::Builder::longest_open).
+    /// How long a delivery may stay unsettled: see
+    /// [`Builder::longest_open`](crate::Builder::longest_open).
     pub(crate) fn longest_open(&self) -> Duration {
         let retries = if self.guarantee == Guarantee::Bare {
             0
         } else {
             self.max_inline_retries
         };
-        let each = self.handler_timeout.saturating_add(self.longest_backoff);
+        let run_and_pause = self.handler_timeout.saturating_add(self.longest_backoff);
         self.lease
             .saturating_mul(2)
-            .saturating_add(each.saturating_mul(retries.saturating_add(1)))
+            .saturating_add(run_and_pause.saturating_mul(retries.saturating_add(1)))
     }
 
     /// The terms of a claim.
@@ -391,12 +391,12 @@ impl Settings {
         }
     }
 
-    /// The maximum age of a message that counts as new.
+    /// The maximum age of a message that counts as new if the store does not know its id.
     pub(crate) fn max_age(&self) -> Duration {
         self.max_age.unwrap_or(self.dedup_window / 2)
     }
 
-    /// The policy of the lifecycle. The claim of an id that another holder has is repeated for about
+    /// The policy of the lifecycle. While another holder has an id, its claim is repeated for about
     /// two leases, at most [`MAX_CLAIM_RETRIES`] times.
     pub(crate) fn policy(&self) -> Policy {
         let mut policy = Policy {

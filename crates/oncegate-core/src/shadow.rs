@@ -1,4 +1,4 @@
-//! [`Shadow`]: counts the messages that the gate would block, and blocks none.
+//! [`Shadow`]: counts the messages that the store would delay or skip, and runs all of them.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -13,21 +13,21 @@ use crate::marker::{Ask, Attempts, Guarantee, Operation, Token, Verdict};
 use crate::metric;
 use crate::store::{Persistence, Store, StoreError};
 
-/// A store that blocks no message, and counts the messages that a gate would block. Use it to
-/// introduce the gate into a running system.
+/// A store that lets every message run, and counts the messages that its inner store would delay,
+/// skip or dead-letter. Use it to introduce oncegate into a running system.
 ///
-/// Every claim is granted, whatever the store answers, and no answer of the store stops a message
-/// or undoes its run. The [`ShadowReport`] counts what the gate would have done. The store gets the
-/// same operations as from a gate, so it has the ids of handled messages when the `Shadow` is
-/// removed.
+/// It grants every claim, whatever the inner store answers, and no answer of the inner store stops
+/// a message or discards the result of its run. The [`ShadowReport`] counts what a consumer without
+/// the `Shadow` would have done. The inner store gets the same operations as without the `Shadow`,
+/// so it has the ids of handled messages when the `Shadow` is removed.
 ///
-/// If the system has another gate already, the shadow needs its own keys (the store's prefix, or a
-/// scope). Otherwise a marker that the shadow writes before the handler runs looks to that gate
-/// like an earlier delivery.
+/// If the system already deduplicates messages with keys in the same store, the `Shadow` needs its
+/// own keys (a prefix of the store, or a scope). Otherwise the present deduplication takes a marker
+/// that the `Shadow` writes before the handler runs for an earlier delivery.
 ///
-/// It supports effectively once and the bare gate. [`Guarantee::AtMostOnce`] is refused at start,
-/// because there a run with an unknown outcome is not repeated. A message without an id is rejected
-/// as usual: choose an id that every message has.
+/// It supports [`Guarantee::EffectivelyOnce`] and [`Guarantee::Bare`]. A consumer with
+/// [`Guarantee::AtMostOnce`] does not start with it, because that guarantee must block duplicates.
+/// A message without an id is rejected as without a `Shadow`: choose an id that every message has.
 ///
 /// ```
 /// use oncegate_core::{Consumer, MemoryStore, Shadow, ShadowReport};
@@ -42,37 +42,40 @@ pub struct Shadow<S: ?Sized> {
     store: Arc<S>,
 }
 
-/// Counts what a gate would have done with the messages of a [`Shadow`]. Clones share it.
+/// Counts what would have happened to the messages of a [`Shadow`] without it. Clones share the
+/// counts.
 #[derive(Clone, Default)]
 pub struct ShadowReport(Arc<ShadowCounts>);
 
-/// Why a gate would not have run a message at once.
+/// Why a message would not have run at once without a [`Shadow`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ShadowOutcome {
-    /// It was handled before: its effect happened twice.
+    /// The message was handled before, and is handled again.
     Accept,
-    /// Another run of the same id was in progress: both ran at the same time.
+    /// Another run of the same id was in progress: both run at the same time.
     Wait,
     /// An earlier run was interrupted, and it is unknown whether it had its effect.
     Doubt,
     /// The id was used before for another body: it would have been dead-lettered.
     Conflict,
-    /// It was dead-lettered before.
+    /// The message was dead-lettered before.
     Reject,
     /// The store was unavailable: the consumer would have waited.
     Pause,
 }
 
-/// How long the store gets no operations after it has not answered one, so that no message waits for
-/// an unavailable store.
+/// How long the `Shadow` sends no operations to the store after an operation without an answer, so
+/// that no message waits for an unavailable store.
 const STORE_PAUSE: Duration = Duration::from_secs(1);
 
 struct ShadowShared {
     report: ShadowReport,
-    /// Tokens of claims that the store did not grant. It gets no further operations with them.
+    /// The tokens of claims that the store did not grant. Further operations with these tokens are
+    /// not sent to it.
     ungranted_tokens: Mutex<HashSet<Token>>,
-    /// Until when the store gets no operations, because it did not answer the last ones.
+    /// The time until which no operations are sent to the store, because it did not answer the last
+    /// ones.
     store_down_until: Mutex<Option<Instant>>,
     counters: [Counter; ShadowOutcome::ALL.len()],
 }
@@ -136,17 +139,17 @@ impl ShadowReport {
 }
 
 impl fmt::Display for ShadowReport {
-    /// A line with the total, and one for each outcome.
+    /// One line with the total, and one line for each outcome.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stopped: u64 = ShadowOutcome::ALL
+        let not_granted: u64 = ShadowOutcome::ALL
             .map(|outcome| self.count(outcome))
             .iter()
             .sum();
         writeln!(
             f,
-            "{} claims; the gate would have granted {} without delay",
+            "{} claims; without the shadow, {} would have been granted at once",
             self.claims(),
-            self.claims().saturating_sub(stopped)
+            self.claims().saturating_sub(not_granted)
         )?;
         ShadowOutcome::ALL.into_iter().try_for_each(|outcome| {
             writeln!(f, "{:>10} {}", self.count(outcome), outcome.description())
@@ -164,7 +167,7 @@ impl fmt::Debug for ShadowReport {
 }
 
 impl<S: Store> Shadow<S> {
-    /// Observes with this store and counts in this report.
+    /// A shadow of this store, which counts in this report.
     pub fn new(store: S, report: ShadowReport) -> Self {
         let counters = ShadowOutcome::ALL
             .map(|outcome| counter!(metric::SHADOW, "outcome" => outcome.as_str()));
@@ -220,7 +223,7 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
 
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         if guarantee == Guarantee::AtMostOnce {
-            let problem = "a shadow blocks no message, and at most once must block duplicates: choose Guarantee::EffectivelyOnce meanwhile";
+            let problem = "a shadow lets every message run, and at most once must block duplicates: use Guarantee::EffectivelyOnce while the shadow is in place";
             return Err(StoreError::Misconfigured(problem.into()));
         }
         match self.store.preflight(guarantee).await {
@@ -273,7 +276,7 @@ impl ShadowShared {
         answers
     }
 
-    /// The verdict for the consumer: one that lets the message run.
+    /// The verdict for the consumer, which lets the message run or accepts its result.
     ///
     /// `answer` is `None` for an operation that was not sent to the store, and `Some(None)` for one
     /// that the store did not answer.
@@ -290,11 +293,12 @@ impl ShadowShared {
         }
     }
 
+    /// Counts the answer of the store to a claim, and returns a verdict that grants the claim.
     fn granted(&self, operation: &Operation, answer: Option<Verdict>) -> Verdict {
         self.report.0.claims.fetch_add(1, Ordering::Relaxed);
         let outcome = match answer {
             Some(granted @ Verdict::Granted(_)) => return granted,
-            // The store granted this claim, to reconcile, so it accepts operations with its token.
+            // The store granted this claim in doubt, so it accepts operations with its token.
             Some(Verdict::InDoubt(attempts)) => {
                 self.count(ShadowOutcome::Doubt);
                 return Verdict::Granted(attempts);

@@ -1,13 +1,13 @@
-//! The signals that stop a process.
+//! Waits for the signals that stop a process.
 
 use std::future::Future;
 
-/// Completes when this process is asked to stop: at SIGTERM, which container runtimes and systemd
-/// send, or at Ctrl-C; on systems without SIGTERM at Ctrl-C. For
+/// Completes at SIGTERM, which container runtimes and systemd send to stop a process, or at Ctrl-C
+/// (SIGINT); on systems without these signals, at Ctrl-C. For
 /// [`Builder::run_until`](crate::Builder::run_until), which then drains.
 ///
 /// After the call, neither signal ends the process by itself, and a second signal has no effect. If
-/// the process cannot watch a signal, that is logged, and the signal keeps its default action.
+/// the process cannot watch a signal, it logs an error, and the signal keeps its default action.
 ///
 /// # Panics
 /// Outside of a tokio runtime with its I/O driver, as `tokio::signal` does. `#[tokio::main]` has
@@ -36,8 +36,8 @@ pub fn shutdown_signal() -> impl Future<Output = ()> + Send + 'static {
     }
 }
 
-/// Completes when this process is asked to stop: at Ctrl-C. For
-/// [`Builder::run_until`](crate::Builder::run_until), which then drains.
+/// Completes at Ctrl-C. Pass the future to [`Builder::run_until`](crate::Builder::run_until), which
+/// then drains.
 #[cfg(not(unix))]
 pub fn shutdown_signal() -> impl Future<Output = ()> + Send + 'static {
     async {

@@ -1,7 +1,7 @@
-//! A slab for deliveries in flight.
+//! A slab, for deliveries in flight.
 
-/// An index into [`Slots`], with a serial number that grows with each removal: an event for a
-/// removed value does not reach the next value at that index.
+/// An index into [`Slots`], with a serial number that increases with each removal at that index:
+/// the slot of a removed value does not find the next value at its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Slot {
     pub(crate) index: usize,
@@ -11,7 +11,9 @@ pub(crate) struct Slot {
 /// A slab: a vector whose indexes are reused.
 #[derive(Debug)]
 pub(crate) struct Slots<T> {
+    /// The serial number and the value of each index.
     values: Vec<(u64, Option<T>)>,
+    /// The indexes without a value.
     free: Vec<usize>,
 }
 
@@ -22,7 +24,8 @@ impl<T> Default for Slots<T> {
 }
 
 impl<T> Slots<T> {
-    /// Reserves memory for `capacity` values, at most 65,536: `max_in_flight` may be any number.
+    /// Reserves memory for `capacity` values, but at most for 65,536, because `max_in_flight` may
+    /// be any number.
     pub(crate) fn new(capacity: usize) -> Self {
         Self {
             values: Vec::with_capacity(capacity.min(65_536)),
@@ -45,8 +48,8 @@ impl<T> Slots<T> {
             let index = self.values.len() - 1;
             return Slot { index, serial: 0 };
         };
-        let (serial, place) = &mut self.values[index];
-        *place = Some(value);
+        let (serial, free) = &mut self.values[index];
+        *free = Some(value);
         Slot {
             index,
             serial: *serial,
@@ -82,7 +85,7 @@ impl<T> Slots<T> {
         Some(removed)
     }
 
-    /// Removes a value where it is.
+    /// Drops a value in place, without moving it, and frees its index.
     #[inline]
     pub(crate) fn discard(&mut self, slot: Slot) {
         if let Some((serial, value)) = self.values.get_mut(slot.index)
@@ -115,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_index_is_reused_and_an_old_slot_reaches_nothing() {
+    fn an_index_is_reused_and_an_old_slot_finds_no_value() {
         let mut slots = Slots::new(1);
         let first = slots.insert("a");
         assert_eq!(slots.remove(first), Some("a"));

@@ -17,15 +17,15 @@ use crate::store::BoxError;
 ///   [`RetryDelays::InSource`] after the delay at the earliest, and with [`Delivery::failures`] set
 ///   as requested unless the source is closed before. `Reject`: it is published to the dead-letter
 ///   or in-doubt destination, and settled after the broker has confirmed that.
-/// - The source reconnects with backoff, and logs it. It returns an error only for what an operator
-///   has to change.
+/// - The source reconnects with backoff, and logs that. It returns an error only if an operator has
+///   to change something.
 #[async_trait]
 pub trait Source: Send {
     /// Waits for a message, then appends all that are ready, within the limit, without waiting for
     /// more.
     ///
-    /// Cancel-safe: dropping the future loses no message. The call also drives the background work of
-    /// the source, and may return without a message.
+    /// Cancel-safe: dropping the future loses no message. The call also drives the background work
+    /// of the source, and may return without a message.
     ///
     /// # Errors
     /// Permanent errors only. The consumer drains and returns the error.
@@ -34,8 +34,8 @@ pub trait Source: Send {
     /// Takes settlements, in any order, and returns at once, leaving `settled` empty.
     ///
     /// The source settles in the background: it commits the lowest unsettled offset (Kafka) or
-    /// acknowledges (AMQP), redelivers released messages, publishes dead letters and waits for their
-    /// confirmation.
+    /// acknowledges (AMQP), redelivers released messages, publishes dead letters and waits for
+    /// their confirmation.
     ///
     /// # Errors
     /// As [`Source::receive`].
@@ -50,9 +50,9 @@ pub trait Source: Send {
     /// Settlements that could not be completed; their messages will be redelivered.
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError>;
 
-    /// The consumer's queue has reached another level. At [`QueueLevel::High`] a source with several
-    /// partitions returns nothing of one that has more than its share of unsettled deliveries, so that
-    /// the retries of one do not stop the others.
+    /// Called when the consumer's queue reaches another level. At [`QueueLevel::High`], a source
+    /// with several partitions returns no message of a partition that has more than its share of
+    /// the unsettled deliveries, so that the retries of one partition do not stop the others.
     fn queue_level(&mut self, level: QueueLevel) {
         let _ = level;
     }
@@ -64,13 +64,13 @@ pub trait Source: Send {
         None
     }
 
-    /// How the consumer handles the deliveries of this source.
+    /// The properties of this source that the consumer needs.
     fn properties(&self) -> SourceProperties {
         SourceProperties::default()
     }
 }
 
-/// How the consumer handles the deliveries of a source, from [`Source::properties`].
+/// The properties of a source that the consumer needs, from [`Source::properties`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SourceProperties {
@@ -81,40 +81,42 @@ pub struct SourceProperties {
     pub max_store_batch: usize,
     /// Whether batches to a slow store may overlap. Default: no. Kafka: yes.
     pub overlapping_batches: bool,
-    /// Where deliveries wait for their next attempt. Default: in the consumer, without a limit of time.
-    /// RabbitMQ: in delay queues if they wait for longer than five seconds.
+    /// Where deliveries wait for their next attempt. Default: in the consumer, without a limit of
+    /// time. RabbitMQ: in delay queues if they wait for longer than five seconds.
     pub retry_delays: RetryDelays,
 }
 
-/// How full the consumer's queue is, in which deliveries wait for their next attempt or for others
-/// of their key.
+/// How full the consumer's queue is, in which deliveries wait for their next attempt, or behind
+/// others of their key or partition.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum QueueLevel {
     /// Less than half of `max_queued` and of `max_queued_bytes`.
     #[default]
     Low,
-    /// At least half of one of them. At the whole of it, the consumer receives nothing.
+    /// At least half of `max_queued` or of `max_queued_bytes`. At the full limit, the consumer
+    /// receives nothing.
     High,
 }
 
 /// Where a delivery waits after a failed attempt, or for another holder of its id.
 ///
-/// In the consumer it counts towards `max_queued`. A source whose broker limits unsettled deliveries
-/// by number or time takes them back. A delivery with an ordering key always waits in the consumer.
+/// A delivery that waits in the consumer counts towards `max_queued`. If a broker limits the number
+/// or the time of unsettled deliveries, its source should use [`InSource`](Self::InSource). A
+/// delivery with an ordering key always waits in the consumer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RetryDelays {
-    /// In the consumer. The source redelivers what is released at once.
+    /// In the consumer. The source redelivers a released message at once.
     InConsumer {
-        /// The maximum; longer delays are shortened.
+        /// The maximum delay; a longer one is shortened to it.
         longest: Duration,
     },
-    /// In the source, to which the consumer releases the delivery.
+    /// In the source: the consumer releases the delivery with the delay.
     InSource {
-        /// Up to this delay, the delivery waits in the consumer.
+        /// A delivery whose delay is not longer waits in the consumer.
         above: Duration,
-        /// If this many deliveries are queued in the consumer, or `max_queued` is reached, the source
-        /// takes shorter delays, too.
+        /// While the consumer has at least this many queued deliveries, or is at `max_queued`, the
+        /// source also executes shorter delays.
         max_kept: usize,
     },
 }
@@ -132,24 +134,24 @@ impl Default for SourceProperties {
     }
 }
 
-/// The description of a source, which the consumer connects: what a user passes to the builder.
-/// Settings are checked when it connects.
+/// The description of a source, which a user passes to the builder and from which the consumer
+/// connects the source. `connect` checks the settings.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a source of messages",
-    label = "this is no source",
+    label = "this is not a source",
     note = "pass one of `Kafka::topic(…)`, `RabbitMq::queue(…)` and `MemoryBroker::source()`; the first two need the features `kafka` and `rabbitmq`",
-    note = "`()` says that the consumer was given no source: call `.source(…)`"
+    note = "`()` means that the consumer has no source: call `.source(…)`"
 )]
 #[async_trait]
 pub trait Connect: Send + 'static {
-    /// The source to which it connects.
+    /// The connected source.
     type Source: Source + 'static;
 
-    /// Checks that messages of this source can have such an id. Connects to nothing;
-    /// [`Builder::build`](crate::Builder::build) calls it.
+    /// Checks that messages of this source have the part that this [`IdSource`] reads. Connects to
+    /// nothing. [`Builder::build`](crate::Builder::build) calls this method.
     ///
     /// # Errors
-    /// No message of this source would have an id. The error says what to use instead.
+    /// Messages of this source do not have that part. The error says what to use instead.
     fn check_id(&self, id: &IdSource) -> Result<(), SourceError> {
         let _ = id;
         Ok(())
@@ -158,8 +160,8 @@ pub trait Connect: Send + 'static {
     /// Checks the settings and connects.
     ///
     /// # Errors
-    /// What an operator has to change. While the broker is unavailable it retries and logs a
-    /// warning.
+    /// An operator has to change something, which the text names. While the broker is unavailable,
+    /// `connect` retries and logs a warning.
     async fn connect(self, options: ConnectOptions) -> Result<Self::Source, SourceError>;
 }
 
@@ -168,17 +170,17 @@ pub trait Connect: Send + 'static {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ConnectOptions {
-    /// `max_in_flight` of the consumer. Messages that a source prefetches beyond it wait in the
-    /// process, perhaps longer than its broker allows.
+    /// `max_in_flight` of the consumer. If a source prefetches more messages, they wait in this
+    /// process, perhaps longer than the broker allows.
     pub max_in_flight: Option<usize>,
-    /// The dedup window. A message that is redelivered after the window is handled again; a source
-    /// that can detect such a setup logs it.
+    /// The dedup window. A message that is redelivered after the window is handled again. A source
+    /// that can detect that its broker keeps messages for longer logs a warning.
     pub dedup_window: Option<Duration>,
-    /// The order that the user set. With [`Order::ByKey`] or [`Order::ByPartition`], a source must not
-    /// reorder released messages.
+    /// The order that the user set. With [`Order::ByKey`] or [`Order::ByPartition`], a source must
+    /// not reorder released messages.
     pub order: Option<Order>,
     /// How long a delivery may stay unsettled, [`Builder::longest_open`]. A source whose broker has
-    /// a lower limit logs it.
+    /// a lower limit logs a warning.
     ///
     /// [`Builder::longest_open`]: crate::Builder::longest_open
     pub longest_open: Option<Duration>,
@@ -198,7 +200,7 @@ impl Limit {
     pub const NOTHING: Self = Self { count: 0, bytes: 0 };
 }
 
-/// What [`Source::receive`] returns.
+/// One item that [`Source::receive`] appends.
 #[derive(Debug)]
 #[allow(
     clippy::large_enum_variant,
@@ -207,8 +209,9 @@ impl Limit {
 pub enum Incoming {
     /// A delivery to settle.
     Delivery(Delivery),
-    /// The assignment or channel of this epoch is being revoked. Deliveries with this epoch that
-    /// have not started do not start; running ones are settled if they end in time.
+    /// The assignment (Kafka) or channel (AMQP) with this [`Receipt::epoch`] is being revoked.
+    /// Deliveries with this epoch that have not started do not start; running ones are settled if
+    /// they end in time.
     Revoked(u64),
 }
 
@@ -217,18 +220,17 @@ pub enum Incoming {
 pub struct Delivery {
     /// The message.
     pub message: Message,
-    /// The transport's handle to settle it.
+    /// The source's handle to settle the delivery.
     pub receipt: Receipt,
-    /// How many attempts of this message failed before, from its last release; 0 if the source does
-    /// not know.
+    /// How many attempts of this message failed before, as its last release reported; 0 if the
+    /// source does not transport this number.
     pub failures: u32,
 }
 
-/// The transport's handle to settle one delivery. Only its source interprets it; it cannot be
-/// copied.
+/// The source's handle to settle one delivery. Only the source interprets it. It cannot be cloned.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Receipt {
-    /// The assignment (Kafka) or the channel (AMQP).
+    /// The serial number of the assignment (Kafka) or of the channel (AMQP).
     pub epoch: u64,
     /// The partition, or 0.
     pub partition: u32,
@@ -237,25 +239,25 @@ pub struct Receipt {
 }
 
 impl Receipt {
-    /// Moves the receipt out of a delivery that is dropped at once.
+    /// Moves the receipt out of a delivery, which is dropped afterwards, and leaves a placeholder.
     #[inline]
     pub(crate) fn take(&mut self) -> Self {
-        let gone = Self {
+        let placeholder = Self {
             epoch: 0,
             partition: 0,
             position: 0,
         };
-        std::mem::replace(self, gone)
+        std::mem::replace(self, placeholder)
     }
 }
 
-/// A delivery with its settlement. In a consumer only [`InFlight`](crate::in_flight::InFlight)
-/// creates it; tests of sources do, too. [`Source::settle`] consumes it.
+/// A delivery with its settlement. Only [`InFlight`](crate::in_flight::InFlight) and tests of
+/// sources create it. [`Source::settle`] consumes it.
 #[derive(Debug)]
 pub struct Settled {
     /// The delivery, moved.
     pub delivery: Delivery,
-    /// What the source does with it.
+    /// How the source settles the delivery.
     pub settlement: Settlement,
     /// The history of its failures, for the headers of a dead letter; `None` if it is not rejected.
     pub failure_history: Option<Box<FailureHistory>>,
@@ -273,8 +275,8 @@ pub struct FailureHistory {
     /// How many leases ended without a recorded outcome: the process crashed, or lost its
     /// connection to the store.
     pub crashes: u32,
-    /// The highest known attempt number of its id; 0 if none was granted. The attempts after a redrive
-    /// have higher numbers.
+    /// The highest known attempt number (fencing token) of the id; 0 if no attempt was granted. The
+    /// attempts after a redrive have higher numbers.
     pub fence: u32,
     /// The first error, cut to 1,000 characters.
     pub first_error: Option<String>,
@@ -330,8 +332,8 @@ impl SourceError {
 /// The headers that oncegate writes on dead letters, in-doubt messages and delayed copies. Adapters
 /// may add others with [`PREFIX`](headers::PREFIX).
 ///
-/// A producer can set them, too, so a source copies only the [`kept_headers`] of a message to its
-/// dead letter, and adds its own.
+/// A producer can set these headers, too, so a source copies only the [`kept_headers`] of a message
+/// to its dead letter, and adds [`rejection_headers`].
 pub mod headers {
     /// The prefix of all these headers.
     pub const PREFIX: &str = "oncegate-";
@@ -343,9 +345,9 @@ pub mod headers {
     /// attempt without a recorded outcome counts in [`CRASHES`].
     pub const ATTEMPTS: &str = "oncegate-attempts";
     /// How many leases ended without a recorded outcome: the process crashed, or lost its
-    /// connection to the store; left out if none.
+    /// connection to the store; left out if it is 0.
     pub const CRASHES: &str = "oncegate-crashes";
-    /// The number of the last granted attempt; left out if none was granted.
+    /// The highest known attempt number of the id; left out if no attempt was granted.
     pub const FENCE: &str = "oncegate-fence";
     /// The first error.
     pub const FIRST_ERROR: &str = "oncegate-first-error";
@@ -367,7 +369,7 @@ pub fn is_reserved(name: &[u8]) -> bool {
 }
 
 /// The headers of a message that its dead letter keeps: all but the reserved ones, which a producer
-/// has forged or which describe an earlier delivery.
+/// may have forged, or which describe an earlier delivery.
 pub fn kept_headers(message: &Message) -> impl Iterator<Item = (&[u8], Option<&[u8]>)> {
     message
         .headers
@@ -375,9 +377,9 @@ pub fn kept_headers(message: &Message) -> impl Iterator<Item = (&[u8], Option<&[
         .filter(|(name, _)| !is_reserved(name))
 }
 
-/// When a message was first seen, in milliseconds since 1970: the earlier of its own timestamp and
-/// [`headers::FIRST_SEEN`]. So a producer that writes the header can make its message older, never
-/// younger.
+/// The earliest known time of a message, in milliseconds since 1970: the earlier of its own
+/// timestamp and [`headers::FIRST_SEEN`]. So a producer that writes the header can make its message
+/// older, never younger.
 pub fn first_seen(message: &Message) -> Option<u64> {
     let header = message
         .headers
@@ -398,31 +400,31 @@ pub fn rejection_headers(
 ) -> Vec<(&'static str, String)> {
     let failure_history = failure_history.cloned().unwrap_or_default();
     let origin = delivery.message.origin.to_string();
-    let mut written = vec![
+    let mut added = vec![
         (headers::REASON, reason.as_str().to_owned()),
         (headers::ATTEMPTS, failure_history.attempts.to_string()),
         (headers::ORIGIN, origin),
     ];
-    written.extend(
+    added.extend(
         (failure_history.crashes > 0)
             .then(|| (headers::CRASHES, failure_history.crashes.to_string())),
     );
-    written.extend(
+    added.extend(
         (failure_history.fence > 0).then(|| (headers::FENCE, failure_history.fence.to_string())),
     );
-    written.extend(failure_history.id.map(|id| (headers::ID, id)));
-    written.extend(
+    added.extend(failure_history.id.map(|id| (headers::ID, id)));
+    added.extend(
         failure_history
             .first_error
             .map(|error| (headers::FIRST_ERROR, error)),
     );
-    written.extend(
+    added.extend(
         failure_history
             .last_error
             .map(|error| (headers::LAST_ERROR, error)),
     );
-    written.extend(first_seen(&delivery.message).map(|at| (headers::FIRST_SEEN, at.to_string())));
-    written
+    added.extend(first_seen(&delivery.message).map(|at| (headers::FIRST_SEEN, at.to_string())));
+    added
 }
 
 #[cfg(test)]

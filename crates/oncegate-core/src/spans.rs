@@ -13,15 +13,15 @@ use crate::marker::Ask;
 use crate::message::{Message, Position};
 use crate::source::Delivery;
 
-/// The W3C Trace Context header with the trace of a message. Dead letters and copies keep it, as
-/// they keep all headers.
+/// The W3C Trace Context header with the trace of a message. Dead letters and delayed copies keep
+/// it, as they keep all headers that are not reserved.
 const TRACEPARENT: &str = "traceparent";
 
 /// The length of `version-trace-span-flags`: 2, 32, 16 and 2 hex digits, and three hyphens.
 const TRACEPARENT_LENGTH: usize = 55;
 
-/// A span with the attributes of OpenTelemetry's semantic conventions for messaging. They are
-/// evaluated only if the span is enabled.
+/// A span with the attributes of OpenTelemetry's semantic conventions for messaging. The attributes
+/// are evaluated only if the span is enabled.
 macro_rules! message_span {
     ($name:literal, $kind:literal, $operation:literal, $message:expr, $($field:tt)*) => {
         debug_span!(
@@ -39,14 +39,14 @@ macro_rules! message_span {
     };
 }
 
-/// The span, if there is a subscriber that may listen to it. A span costs a delivery more than the
-/// check.
+/// Creates the span if a subscriber may be interested in it. This check costs less than a disabled
+/// span.
 #[inline]
 pub(crate) fn if_enabled(span: impl FnOnce() -> Span) -> Option<Box<Span>> {
     (LevelFilter::current() >= LevelFilter::DEBUG).then(|| Box::new(span()))
 }
 
-/// One run of the handler.
+/// The span of one run of the handler.
 pub(crate) fn handle(cx: &Context) -> Span {
     let span = message_span!("oncegate.handle", "consumer", "process", cx.message(), id = %cx.id(), attempt = cx.attempt(), outcome = Empty);
     join_trace(
@@ -61,14 +61,14 @@ pub(crate) fn handle(cx: &Context) -> Span {
     span
 }
 
-/// One run of `reconcile`, for an earlier attempt.
+/// The span of one run of `reconcile`.
 pub(crate) fn reconcile(cx: &Context) -> Span {
     let span = message_span!("oncegate.reconcile", "consumer", "process", cx.message(), id = %cx.id(), attempt = cx.attempt(), outcome = Empty);
     join_trace(&span, cx.message(), TraceLink::Linked);
     span
 }
 
-/// The settlement of a delivery.
+/// The span of the settlement of a delivery.
 pub(crate) fn settle(
     delivery: &Delivery,
     id: Option<&MessageId>,
@@ -97,16 +97,17 @@ pub(crate) fn settle(
     span
 }
 
-/// How a span relates to the trace of the message's sender.
+/// How a span refers to the trace of the message's producer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TraceLink {
-    /// The span is a child of the sender's span.
+    /// The span is a child of the producer's span.
     Child,
-    /// The span has a trace of its own, and a link to the sender's span: a redelivery or a duplicate.
+    /// The span has a trace of its own, and a link to the producer's span, because the message was
+    /// redelivered.
     Linked,
 }
 
-/// The name that the broker itself uses for an operation.
+/// The name of an operation in the terms of its broker.
 fn operation_name(operation: &'static str, message: &Message) -> &'static str {
     match (operation, message.origin.system) {
         ("settle", Some("kafka")) => "commit",
@@ -123,8 +124,9 @@ fn partition_and_offset(message: &Message) -> (Option<i32>, Option<i64>) {
     }
 }
 
-/// The `traceparent` of a message; `None` if it is not valid by W3C's rules: version, trace, span and
-/// flags in lower-case hex, neither trace nor span all zero. A later version may append more fields.
+/// The `traceparent` of a message; `None` if it is not valid by W3C's rules: version, trace, span
+/// and flags in lower-case hex, neither trace nor span all zero. A later version of the format may
+/// append more fields.
 fn traceparent(message: &Message) -> Option<&str> {
     let text = std::str::from_utf8(message.headers.last(TRACEPARENT)?).ok()?;
     let is_hex = |part: &str, length| {
@@ -144,15 +146,15 @@ fn traceparent(message: &Message) -> Option<&str> {
         && is_id(span, 16)
         && is_hex(flags, 2)
         && has_valid_end;
-    // Without the fields that a later version appends, which may have any length.
+    // Cuts off the fields that a later version appends, which may have any length.
     is_valid.then(|| &text[..TRACEPARENT_LENGTH])
 }
 
 #[cfg(not(feature = "opentelemetry"))]
 fn join_trace(_: &Span, _: &Message, _: TraceLink) {}
 
-/// Puts a span into the trace of its message's sender, or links it; no effect without an
-/// OpenTelemetry layer.
+/// Puts a span into the trace of its message's producer, or links it to that trace. Has no effect
+/// without an OpenTelemetry layer.
 #[cfg(feature = "opentelemetry")]
 fn join_trace(span: &Span, message: &Message, link: TraceLink) {
     use opentelemetry::trace::{
@@ -170,16 +172,16 @@ fn join_trace(span: &Span, message: &Message, link: TraceLink) {
         SpanId::from_hex(&parent[36..52]),
         u8::from_str_radix(&parent[53..55], 16),
     );
-    let (Ok(trace), Ok(sender), Ok(flags)) = parts else {
+    let (Ok(trace), Ok(producer), Ok(flags)) = parts else {
         return;
     };
     let state = message
         .headers
         .last("tracestate")
         .and_then(|value| std::str::from_utf8(value).ok()?.parse::<TraceState>().ok());
-    let sender = SpanContext::new(
+    let producer = SpanContext::new(
         trace,
-        sender,
+        producer,
         TraceFlags::new(flags),
         true,
         state.unwrap_or_default(),
@@ -187,17 +189,17 @@ fn join_trace(span: &Span, message: &Message, link: TraceLink) {
     match link {
         // Fails only without an OpenTelemetry layer.
         TraceLink::Child => {
-            drop(span.set_parent(opentelemetry::Context::new().with_remote_span_context(sender)))
+            drop(span.set_parent(opentelemetry::Context::new().with_remote_span_context(producer)))
         }
-        TraceLink::Linked => span.add_link(sender),
+        TraceLink::Linked => span.add_link(producer),
     }
 }
 
-/// An operation of the store, from the request to its answer: `oncegate.claim`, `oncegate.complete`
-/// and so on.
+/// The span of an operation, from the request to the store to its answer: `oncegate.claim`,
+/// `oncegate.complete` and so on.
 ///
-/// With a delivery, the span joins the sender's trace as a run does, even for a duplicate: that is
-/// unknown until the answer.
+/// With a delivery, the span refers to the producer's trace as the span of a run does, even for a
+/// duplicate, which is known only after the answer.
 pub(crate) fn operation(
     ask: &Ask,
     id: Option<&MessageId>,

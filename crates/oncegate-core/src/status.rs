@@ -13,7 +13,7 @@ use crate::store_health::{StoreHealth, StoreSnapshot};
 /// How often a consumer publishes its status.
 pub(crate) const PUBLISH_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How many of the oldest deliveries are listed.
+/// The maximum number of deliveries in [`ConsumerSnapshot::oldest`].
 const MAX_OLDEST: usize = 20;
 
 /// The status of a consumer: how many deliveries it has, the oldest of them, and whether its store
@@ -40,7 +40,7 @@ pub struct ConsumerStatus(Arc<Lock<StatusData>>);
 pub(crate) struct StatusData {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
-    /// With the time of receipt, the oldest first.
+    /// The oldest deliveries with their times of receipt, the oldest first.
     pub(crate) oldest: Vec<(Instant, InFlightDelivery)>,
     pub(crate) store: Option<StoreHealth>,
 }
@@ -64,7 +64,7 @@ pub struct ConsumerSnapshot {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct InFlightDelivery {
-    /// Its id; `None` where none could be read.
+    /// Its id; `None` if the message has no usable one.
     pub id: Option<MessageId>,
     /// The topic or queue, and on Kafka the partition and the offset.
     pub origin: Origin,
@@ -74,7 +74,7 @@ pub struct InFlightDelivery {
     pub state: DeliveryState,
     /// The number of the attempt, from 1; 0 before its claim is granted.
     pub attempt: u32,
-    /// How many processes crashed, or lost its lease, while they handled it.
+    /// How many processes crashed, or lost the lease, while they handled this message.
     pub crashes: u32,
 }
 
@@ -82,15 +82,16 @@ pub struct InFlightDelivery {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeliveryState {
-    /// Another delivery of its key or partition, the end of its backoff after a failed attempt, or,
-    /// because two processes crashed while they handled it, its run in isolation.
+    /// The end of another delivery of its key or partition, the end of its backoff after a failed
+    /// attempt, or, because two processes crashed while they handled it, its turn to run in
+    /// isolation.
     Waiting,
     /// The store's answer to its claim.
     Claiming,
-    /// The next try of its claim: another delivery holds its id, or the store is unavailable.
+    /// The repeat of its claim, because another delivery holds its id or the store is unavailable.
     AwaitingClaim,
-    /// The end of another handler, because `max_in_flight` run. In isolation, the answers to the
-    /// claims that were sent before.
+    /// The end of another handler, because `max_in_flight` handlers run. If it has to run in
+    /// isolation, the answers to the claims that were sent before.
     Ready,
     /// Its handler.
     Handling,
@@ -164,7 +165,8 @@ impl ConsumerStatus {
         }
     }
 
-    /// Publishes the numbers and the oldest deliveries, each described by `describe`.
+    /// Publishes the counts and the oldest deliveries of `all`, each with its time of receipt and
+    /// described by `describe`.
     pub(crate) fn publish<T>(
         &self,
         in_flight: usize,
@@ -219,7 +221,7 @@ impl fmt::Debug for ConsumerStatus {
     }
 }
 
-/// One line of text: `pay-42 of payments/3 at 1042: handling since 12s, attempt 1`.
+/// One line of text: `pay-42 of payments/3 at 1042: handling for 12s, attempt 1`.
 impl fmt::Display for InFlightDelivery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.id {
@@ -230,12 +232,7 @@ impl fmt::Display for InFlightDelivery {
         if let Position::Offset { partition, offset } = self.origin.position {
             write!(f, "/{partition} at {offset}")?;
         }
-        write!(
-            f,
-            ": {} since {}s",
-            self.state.as_str(),
-            self.since.as_secs()
-        )?;
+        write!(f, ": {} for {}s", self.state.as_str(), self.since.as_secs())?;
         if self.attempt > 0 {
             write!(f, ", attempt {}", self.attempt)?;
         }

@@ -1,4 +1,4 @@
-//! The contract of a store: it remembers ids.
+//! The contract of a store, which keeps the markers of ids.
 
 use std::time::Duration;
 
@@ -6,24 +6,24 @@ use async_trait::async_trait;
 
 use crate::marker::{Guarantee, Marker, Operation, Verdict};
 
-/// Remembers the state of each id.
+/// Keeps the marker of each id, which records its state.
 ///
 /// # The contract
-/// - Each operation is applied as [`marker::apply`](crate::marker::apply) defines, atomically on its
-///   own key, with ages by the store's own clock.
+/// - Each operation is applied as [`marker::apply`](crate::marker::apply) defines, atomically on
+///   its own key, with ages by the store's own clock.
 /// - The answer has one entry per operation, in order. Operations on one key are applied in the
 ///   given order. One failed operation does not affect the others.
 /// - If the future is dropped, each operation may or may not be applied. Repeating it is safe.
 /// - Each call returns in bounded time: a missing answer is [`StoreError::Unknown`].
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a store",
-    label = "this is no store",
+    label = "this is not a store",
     note = "pass one of `Redis::at(…)`, `Sqlite::file(…)` and `MemoryStore::new()`; the first two need the features `redis` and `sqlite`",
-    note = "`()` says that no store was given: call `.store(…)`"
+    note = "`()` means that no store is set: call `.store(…)`"
 )]
 #[async_trait]
 pub trait Store: Send + Sync {
-    /// Applies the operations and answers each.
+    /// Applies the operations, and returns a verdict or an error for each.
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>>;
 
     /// The store and its address, such as `Redis at 10.0.0.7:6379`, for status pages. Must not
@@ -39,35 +39,37 @@ pub trait Store: Send + Sync {
     /// [`StoreError::Unknown`] are retried; [`StoreError::Misconfigured`] ends the consumer.
     ///
     /// # Errors
-    /// The wrong setting, what is wrong with it, and what to do.
+    /// The store cannot keep the guarantee. The text names the wrong setting, what is wrong with
+    /// it, and what to do.
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         let _ = guarantee;
         self.persistence().await.map(drop)
     }
 
-    /// Whether acknowledged changes survive a crash of the store. Only a consumer with at most once
-    /// calls this; it refuses a volatile store.
+    /// Whether acknowledged changes survive a crash of the store. A consumer with at most once or
+    /// an inbox, and a gate with at most once, refuse a volatile store.
     ///
     /// Called at start, after [`preflight`](Self::preflight), with the same errors.
     ///
     /// # Errors
-    /// What prevents the use of the store, and what to do.
+    /// The store cannot be used. The text says why and what to do.
     async fn persistence(&self) -> Result<Persistence, StoreError> {
         Ok(Persistence::Volatile(
             "it does not report whether its data survives a crash".into(),
         ))
     }
 
-    /// Another handle to the same store, for lease renewals. These run on a thread with its own tokio
-    /// runtime, and must not share a connection whose tasks run on another runtime. The handle
-    /// connects at its first use.
+    /// Another handle to the same store, for lease renewals. They run on a thread with its own
+    /// tokio runtime, and must not share a connection whose tasks run on another runtime. The
+    /// handle connects at its first use.
     ///
     /// `None` if the store needs no runtime and can be shared.
     fn for_renewals(&self) -> Option<std::sync::Arc<dyn Store>> {
         None
     }
 
-    /// The number of concurrent `apply` calls that this store handles best, at least 1.
+    /// The number of concurrent `apply` calls with which this store has its highest throughput, at
+    /// least 1.
     fn parallel_applies(&self) -> usize {
         1
     }
@@ -77,13 +79,13 @@ pub trait Store: Send + Sync {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Persistence {
-    /// They survive; the text says why.
+    /// They survive a crash; the text says why.
     Durable(String),
     /// They may be lost; the text says why, and how to change that.
     Volatile(String),
 }
 
-/// Why a store has no verdict for an operation.
+/// Why a store returned no verdict for an operation.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {

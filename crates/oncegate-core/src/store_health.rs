@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use crate::store::StoreError;
 
-/// The state of a consumer's store, from the operations of its messages. The store gets no extra
-/// requests for it.
+/// The state of a consumer's store, derived from the operations of its messages: the consumer sends
+/// no additional requests for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoreSnapshot {
@@ -14,7 +14,7 @@ pub struct StoreSnapshot {
     pub name: String,
     /// Whether the store is available.
     pub state: StoreState,
-    /// Its last error, however long ago.
+    /// The last error of the store since the consumer started.
     pub last_error: Option<LastStoreError>,
 }
 
@@ -26,11 +26,11 @@ pub enum StoreState {
     Unused,
     /// The store answered the last batch.
     Available {
-        /// How long ago it answered. Without messages there are no operations.
+        /// How long ago the store answered. Without messages no operations are sent, so this grows.
         last_answer: Duration,
     },
-    /// The store did not answer the last batch. The consumer retries a few times a second, as long as
-    /// deliveries wait for the store.
+    /// The store did not answer the last batch. The consumer retries a few times a second, as long
+    /// as deliveries wait for the store.
     Unavailable {
         /// How long ago the first unanswered batch failed.
         since: Duration,
@@ -67,10 +67,12 @@ impl StoreHealth {
         }
     }
 
+    /// The store answered a batch.
     pub(crate) fn answered(&mut self, now: Instant) {
         (self.answered, self.unavailable_since) = (Some(now), None);
     }
 
+    /// The store did not answer a batch.
     pub(crate) fn not_answered(&mut self, now: Instant) {
         self.unavailable_since.get_or_insert(now);
     }

@@ -1,4 +1,5 @@
-//! A shadow blocks no message, and counts the messages that a gate would have blocked.
+//! A shadow lets every message run, and counts the messages that would not have run at once without
+//! it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -88,7 +89,7 @@ async fn every_message_is_handled_and_the_report_counts_those_that_a_gate_would_
     );
     let lines = report.to_string();
     assert!(
-        lines.starts_with("7 claims; the gate would have granted 4 without delay\n"),
+        lines.starts_with("7 claims; without the shadow, 4 would have been granted at once\n"),
         "{lines}"
     );
     assert!(

@@ -321,7 +321,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     };
     assert!(
         queue_full.contains("WARN")
-            && queue_full.contains("waiting=")
+            && queue_full.contains("queued=")
             && queue_full.contains("raise `max_queued`"),
         "{queue_full}"
     );

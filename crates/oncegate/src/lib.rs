@@ -1,8 +1,8 @@
 //! Idempotent message consumers for Kafka and RabbitMQ.
 //!
-//! Crashes, redeliveries, lost replies and rebalances repeat or lose no effect beyond what the chosen
-//! [`Guarantee`] allows. This crate re-exports the others and contains no logic.
-//! [`prelude`] has what a consumer needs.
+//! After crashes, redeliveries, lost replies and rebalances, an effect is repeated or lost only as
+//! far as the chosen [`Guarantee`] allows. This crate re-exports the other crates of oncegate and
+//! contains no logic of its own. [`prelude`] has the names that a consumer and its handler need.
 #![forbid(unsafe_code)]
 
 pub mod metrics;
@@ -23,9 +23,10 @@ pub use oncegate_core::{
 pub use oncegate_core::{Gate, GateError, RunOutcome, WhenHeld};
 // Messages.
 pub use oncegate_core::{Headers, Key, Message, MessageId, Origin, Position};
-// Sources and stores. What only their implementations need is in `source` and `store`.
+// Sources and stores. The modules `source` and `store` have the types that only implementations
+// need.
 pub use oncegate_core::{Persistence, Source, SourceError, Store, StoreError};
-// In memory.
+// The source and the store in memory.
 pub use oncegate_core::{MemoryBroker, MemoryStore};
 
 #[doc(hidden)]
@@ -46,7 +47,7 @@ pub use oncegate_redis::{Durability, Redis};
 #[cfg(feature = "sqlite")]
 pub use oncegate_sql::{Sqlite, Synchronous};
 
-/// What `ConsumerStatus`, `KafkaStatus` and `RabbitMqStatus` show.
+/// The types that `ConsumerStatus`, `KafkaStatus` and `RabbitMqStatus` return.
 pub mod status {
     #[cfg(feature = "rabbitmq")]
     pub use oncegate_amqp::RabbitMqSnapshot;
@@ -58,7 +59,8 @@ pub mod status {
     pub use oncegate_kafka::{BlockedBy, Blocker, PartitionStatus};
 }
 
-/// For tools that inspect a Redis store: an estimate of its memory, its markers and its servers.
+/// For tools that inspect a Redis store: its markers, its servers, and an estimate of the memory
+/// that it needs.
 #[cfg(feature = "redis")]
 pub mod redis {
     pub use oncegate_redis::{
@@ -66,7 +68,7 @@ pub mod redis {
     };
 }
 
-/// For tools that inspect an SQLite store.
+/// For tools that inspect an SQLite store: its markers.
 #[cfg(feature = "sqlite")]
 pub mod sqlite {
     pub use oncegate_sql::{SqliteBrowse, SqliteListed};

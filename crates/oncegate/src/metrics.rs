@@ -2,7 +2,7 @@
 
 use oncegate_core::metric::{METRICS, Metric};
 
-/// The metrics of each included crate.
+/// The metrics of the crates that this build includes, one list for each crate.
 const ALL: &[&[Metric]] = &[
     METRICS,
     #[cfg(feature = "kafka")]
@@ -20,8 +20,8 @@ pub fn all() -> impl Iterator<Item = &'static Metric> {
     ALL.iter().copied().flatten()
 }
 
-/// Describes each metric to the metrics recorder of this process. Call it once, after the recorder is
-/// installed.
+/// Describes each metric to the metrics recorder of this process. Call it once, after the recorder
+/// is installed.
 pub fn describe() {
     all().for_each(Metric::describe);
 }

@@ -1,4 +1,4 @@
-//! What a consumer and its handler need: `use oncegate::prelude::*;`.
+//! The names that a consumer and its handler need: `use oncegate::prelude::*;`.
 
 pub use oncegate_core::{
     Consumer, Context, Error, Failure, FailureExt, Guarantee, Handler, IdSource, Message, Order,

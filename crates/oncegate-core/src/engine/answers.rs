@@ -1,4 +1,4 @@
-//! What the engine sends to the store, and what follows from the answers.
+//! Sends operations to the store and processes its answers.
 
 use std::time::Instant;
 
@@ -17,11 +17,11 @@ use crate::slots::Slot;
 use crate::store::{BoxError, StoreError};
 
 impl Engine {
-    /// Sends what is due to the store. While it is unavailable, messages are handled without the store
-    /// if the user chose [`Outage::PassThrough`].
+    /// Sends the operations that are due to the store. While the store is unavailable, messages are
+    /// handled without it if the user chose [`Outage::PassThrough`].
     pub(super) fn send_batches(&mut self) {
         if self.batcher.is_misconfigured() {
-            // A misconfigured store grants no claim.
+            // A misconfigured store grants no claim, and the consumer stops.
             for slot in self.batcher.take_claims() {
                 self.handle_event(slot, Event::StopNow);
             }
@@ -47,14 +47,16 @@ impl Engine {
         });
     }
 
-    /// When to try again to send what could not be sent now: see `StoreBatcher::next_try_at`.
+    /// When to try again to send the queued operations: see
+    /// [`StoreBatcher::next_try_at`](super::store_batcher::StoreBatcher::next_try_at).
     pub(super) fn next_try_at(&self) -> Option<Instant> {
         let (suspects, scope) = (&self.executor.suspects, &self.settings.scope);
         self.batcher
             .next_try_at(claim_filter(&self.intake, suspects, scope))
     }
 
-    /// Drops the claims of deliveries that drain, unless the store may have them.
+    /// Drops the queued claims of draining deliveries, unless an earlier request may have applied
+    /// them.
     fn drop_unsent_claims(&mut self) {
         for slot in self.batcher.take_claims() {
             let unsent = self.intake.at(slot).is_some_and(|entry| {
@@ -68,15 +70,15 @@ impl Engine {
         }
     }
 
-    /// Processes the answers of one batch: first all leases, then the state of the store, then what
-    /// follows for each delivery.
+    /// Processes the answers of one batch: first all leases, then the state of the store, then the
+    /// event of each delivery.
     pub(super) async fn on_batch_answered(&mut self, mut batch: AnsweredBatch) {
         self.read_clocks();
         let now = self.clock.monotonic;
         let took = now.saturating_duration_since(batch.began);
         self.reporter.metrics.answered(&batch.operations, took);
-        let replies = self.record_answers(&batch);
-        self.record_store_state(&batch, replies);
+        let summary = self.record_answers(&batch);
+        self.record_store_state(&batch, summary);
         for (index, answer) in batch.answers.iter().enumerate() {
             match batch.slots[index] {
                 Some(slot) => match *answer {
@@ -94,17 +96,17 @@ impl Engine {
                 }
             }
         }
-        let misconfigured = replies
+        let misconfigured = summary
             .misconfigured
             .and_then(|index| batch.answers.swap_remove(index).err());
-        // After the events above, which decide which of these grants are withdrawn: a suspect starts
+        // After the events above, which decide which grants are withdrawn: a suspect starts only
         // when no claim is unanswered and no grant is being withdrawn.
-        self.batcher.processed(batch);
+        self.batcher.finish_batch(batch);
         if let Some((slot, event)) = self.next_runnable() {
             self.handle_event(slot, event);
         }
         if let Some(error) = misconfigured
-            && self.batcher.misconfigured()
+            && self.batcher.set_misconfigured()
         {
             tracing::error!(%error, "store misconfigured, stopping: running handlers may finish; correct what the error names and start again");
             self.begin_drain(Some(error.into())).await;
@@ -113,22 +115,22 @@ impl Engine {
 
     /// Registers the leases of all grants and gives up those of done ids, before any handler of the
     /// batch runs.
-    fn record_answers(&mut self, batch: &AnsweredBatch) -> Replies {
-        let mut replies = Replies::default();
-        let renew_until = batch.sent + self.longest_hold;
+    fn record_answers(&mut self, batch: &AnsweredBatch) -> BatchSummary {
+        let mut summary = BatchSummary::default();
+        let renew_until = batch.sent + self.max_renewal_time;
         let operations = batch.slots.iter().zip(&batch.operations);
         for (index, ((slot, operation), answer)) in operations.zip(&batch.answers).enumerate() {
             let slot = *slot;
-            replies.any_delivery |= slot.is_some();
+            summary.any_delivery |= slot.is_some();
             match (slot, answer) {
                 (Some(slot), Ok(verdict)) => {
-                    replies.any_answered = true;
+                    summary.any_answered = true;
                     self.record_verdict(slot, operation, *verdict, batch.sent, renew_until);
                     continue;
                 }
-                (Some(_), Err(StoreError::UnreadableMarker(_))) => replies.any_answered = true,
-                (_, Err(StoreError::Misconfigured(_))) => replies.misconfigured = Some(index),
-                (Some(_), Err(_)) => replies.unavailable = Some(index),
+                (Some(_), Err(StoreError::UnreadableMarker(_))) => summary.any_answered = true,
+                (_, Err(StoreError::Misconfigured(_))) => summary.misconfigured = Some(index),
+                (Some(_), Err(_)) => summary.unavailable = Some(index),
                 (None, _) => {}
             }
             if let Some(entry) = slot.and_then(|slot| self.intake.at_mut(slot)) {
@@ -138,9 +140,11 @@ impl Engine {
             }
         }
         self.leases.update_renewals();
-        replies
+        summary
     }
 
+    /// Updates the lease, the claim state and the span of a delivery, and logs takeovers,
+    /// duplicates and claims of ids that are held elsewhere.
     #[inline]
     fn record_verdict(
         &mut self,
@@ -166,7 +170,7 @@ impl Engine {
                     let shared = entry.in_flight.shared_mut();
                     (shared.attempt, shared.lease) = (attempts.number, Some(lease));
                     entry.has_lease = true;
-                    self.leases.granted(slot, entry.in_flight.shared().clone());
+                    self.leases.register(slot, entry.in_flight.shared().clone());
                 }
                 return;
             }
@@ -178,7 +182,7 @@ impl Engine {
                     self.reporter.metrics.completed(age);
                 }
                 if std::mem::take(&mut entry.has_lease) {
-                    self.leases.ended(slot);
+                    self.leases.unregister(slot);
                 }
             }
             Verdict::Busy { remaining } => {
@@ -196,24 +200,24 @@ impl Engine {
         entry.end_operation(&verdict, None);
     }
 
-    /// Updates the breaker and the status from the replies of a batch.
-    fn record_store_state(&mut self, batch: &AnsweredBatch, replies: Replies) {
+    /// Updates the breaker and the status from the summary of a batch.
+    fn record_store_state(&mut self, batch: &AnsweredBatch, summary: BatchSummary) {
         let now = self.clock.monotonic;
-        for index in replies.misconfigured.into_iter().chain(replies.unavailable) {
+        for index in summary.misconfigured.into_iter().chain(summary.unavailable) {
             if let Err(error) = &batch.answers[index] {
                 self.reporter
                     .store_health(|health| health.failed(error, now));
             }
         }
-        if let Some(Err(error)) = replies.unavailable.map(|index| &batch.answers[index]) {
+        if let Some(Err(error)) = summary.unavailable.map(|index| &batch.answers[index]) {
             self.reporter.logs.unavailable(error, self.intake.len());
         }
-        if replies.any_answered {
+        if summary.any_answered {
             self.reporter.store_health(|health| health.answered(now));
             if let Some(unavailable_for) = self.batcher.breaker.answered(now) {
                 tracing::info!(?unavailable_for, "store available again");
             }
-        } else if replies.any_delivery {
+        } else if summary.any_delivery {
             self.reporter
                 .store_health(|health| health.not_answered(now));
             self.batcher.breaker.not_answered(now);
@@ -230,59 +234,64 @@ impl Engine {
                 self.report_unreadable_marker(slot, why);
                 Event::UnreadableMarker
             }
-            Err(_) if self.is_released_without_store(slot) => Event::ClaimNotSent,
+            Err(_) if self.may_release_without_store(slot) => Event::ClaimNotSent,
             Err(_) => Event::Unavailable,
         }
     }
 
-    /// Whether a delivery drains and the store has no claim of it, so that a stop need not wait for
-    /// an unavailable store.
-    fn is_released_without_store(&self, slot: Slot) -> bool {
+    /// Whether a delivery drains and the store has no claim of it, so that its release does not
+    /// have to wait for an unavailable store.
+    fn may_release_without_store(&self, slot: Slot) -> bool {
         self.intake.at(slot).is_some_and(|entry| {
             entry.claim.get() == ClaimState::Absent
                 && matches!(entry.stage(), Stage::ClaimingInDrain(_))
         })
     }
 
-    /// The record under a message's key was not written by oncegate.
+    /// Logs that the value under the key of a message is not a marker, and adds the reason to its
+    /// failure history.
     #[cold]
     fn report_unreadable_marker(&mut self, slot: Slot, why: &BoxError) {
         let Some(entry) = self.intake.at_mut(slot) else {
             return;
         };
         let id = entry.id().map(MessageId::as_str);
-        tracing::error!(id, origin = %entry.in_flight.message().origin, error = %why, "unreadable marker: cannot tell whether this message was handled, sending it to the in-doubt queue");
+        tracing::error!(id, origin = %entry.in_flight.message().origin, error = %why, "unreadable marker: the value under the key of this message is not a marker of this release, so it is unknown whether the message was handled; if another program wrote the value, use a separate key prefix, otherwise upgrade oncegate or delete the key");
         entry
             .in_flight
             .update_failures(|failure_history| failure_history.last_error = Some(why.to_string()));
     }
 }
 
-/// What the store replied to a batch. The indexes are those of the last errors.
+/// A summary of the answers to a batch.
 #[derive(Clone, Copy, Default)]
-struct Replies {
+struct BatchSummary {
+    /// Whether an operation belongs to a delivery, and not to a late completion.
     any_delivery: bool,
+    /// Whether the store answered an operation of a delivery.
     any_answered: bool,
+    /// The index of the last operation that the store did not answer.
     unavailable: Option<usize>,
+    /// The index of the last operation that the store refused as misconfigured.
     misconfigured: Option<usize>,
 }
 
-/// Which claims may be sent now: those of suspects if there are any, and none whose id has a late
-/// completion.
+/// Which claims may be sent now: only those of suspects and of draining deliveries if suspects are
+/// admitted, and none whose id has an unconfirmed late completion.
 fn claim_filter(
     intake: &Intake,
     suspects: &Suspects,
     scope: &Scope,
 ) -> impl Fn(Slot, &LateCompletions) -> bool {
     move |slot, late| {
-        if !suspects.any() && late.is_settled() {
+        if !suspects.has_admitted() && late.all_confirmed() {
             return true;
         }
         let Some(entry) = intake.at(slot) else {
-            return true; // settled since: it has no operation
+            return true; // the delivery was settled since, so it has no operation
         };
-        let excluded = suspects.exclude(slot) && !entry.in_flight.driver().is_draining();
+        let excluded = suspects.excludes(slot) && !entry.in_flight.driver().is_draining();
         let key = || entry.id().map(|id| scope.key(id));
-        !excluded && (late.is_settled() || !key().is_some_and(|key| late.hold_back(&key)))
+        !excluded && (late.all_confirmed() || !key().is_some_and(|key| late.must_wait(&key)))
     }
 }

@@ -11,7 +11,7 @@ use super::entry::{
 use super::executor::Executor;
 use super::leases::Leases;
 use super::reporter::Reporter;
-use super::runs::{FinishedRun, RunKind, RunTicket, Started};
+use super::runs::{FinishedRun, RunKind, RunTicket, StartedRun};
 use super::{Clock, Engine};
 
 use crate::boot_time::BootTime;
@@ -36,7 +36,8 @@ use crate::source::Delivery;
 use crate::spans;
 
 impl Engine {
-    /// Registers a delivery that was received, and admits or queues it.
+    /// Adds a received delivery. Starts its lifecycle, or queues it if another delivery holds its
+    /// ordering key.
     pub(super) fn on_delivery(&mut self, delivery: Delivery) {
         fault::point("delivery");
         let (id, terms) = self.identify(&delivery.message);
@@ -74,7 +75,7 @@ impl Engine {
             in_flight,
             arrival,
             occupancy: Occupancy::InFlight,
-            counted: Phase::Open,
+            counted: Phase::OtherInFlight,
             claim: Cell::new(ClaimState::Absent),
             has_lease: false,
             ordering_key,
@@ -82,7 +83,7 @@ impl Engine {
             task: None,
             began: None,
             arrived: self.clock.boot,
-            turn: 0,
+            generation: 0,
             bytes,
         });
         if key_state == KeyState::Acquired && !self.claim_at_once(slot) {
@@ -126,8 +127,8 @@ impl Engine {
         })
     }
 
-    /// The express path of [`admit`](Self::admit): a delivery with an id claims it. Returns whether it
-    /// did.
+    /// The fast path of [`admit`](Self::admit): a delivery with an id claims it. Returns whether
+    /// the claim was queued; if not, nothing has changed.
     #[inline(always)]
     fn claim_at_once(&mut self, slot: Slot) -> bool {
         if self.drain.has_begun() {
@@ -155,9 +156,9 @@ impl Engine {
         claimed
     }
 
-    /// The express path of a grant: the handler runs at once, and if it is done on its first poll, its
-    /// completion is queued. Each step makes the same transition as
-    /// [`handle_event`](Self::handle_event), which takes over where another action follows.
+    /// The fast path of a grant: the handler starts at once, and if it succeeds on its first poll,
+    /// its completion is queued. Each step makes the same transition as
+    /// [`handle_event`](Self::handle_event), which processes the event if another action follows.
     #[inline(always)]
     pub(super) fn on_granted(&mut self, slot: Slot, attempts: Attempts) {
         let granted = Event::Answer(Verdict::Granted(attempts));
@@ -165,7 +166,7 @@ impl Engine {
         if attempts.crashes > 0 || !self.executor.may_run_at_once(running) {
             return self.handle_event(slot, granted);
         }
-        let (now, renew_until) = (self.clock.boot, self.clock.boot + self.longest_hold);
+        let (now, renew_until) = (self.clock.boot, self.clock.boot + self.max_renewal_time);
         let (policy, executor) = (&self.policy, &mut self.executor);
         let (reporter, leases, clock) = (&mut self.reporter, &mut self.leases, &mut self.clock);
         let next = self.intake.update(slot, |entry| {
@@ -175,12 +176,12 @@ impl Engine {
                 return Err(granted);
             }
             driver.attempts = attempts;
-            reporter.outcomes.happened(granted);
+            reporter.outcomes.count_event(granted);
             if let Some(lease) = &entry.in_flight.shared().lease {
                 if !lease.is_live(now) {
                     return Err(Event::LeaseOver);
                 }
-                lease.hold_until(renew_until);
+                lease.allow_renewals_until(renew_until);
             }
             let run = |action: &Action| matches!(action, Action::Run);
             let driver = entry.in_flight.driver_mut();
@@ -198,8 +199,8 @@ impl Engine {
         self.continue_with(slot, next);
     }
 
-    /// Continues where an express path ended: with a command, or with an event that the path
-    /// does not process.
+    /// Continues after a fast path: with its command, or with an event that the fast path does not
+    /// process.
     #[inline(always)]
     fn continue_with(&mut self, slot: Slot, next: Option<Result<DriverCommand, Event>>) {
         let event = match next {
@@ -213,11 +214,11 @@ impl Engine {
         }
     }
 
-    /// The express path of a recorded completion: the delivery is accepted.
+    /// The fast path of a recorded completion: the delivery is accepted.
     #[inline(always)]
     pub(super) fn on_done(&mut self, slot: Slot, marker_lost: bool) {
         let done = Event::Answer(Verdict::Done { marker_lost });
-        if self.executor.suspects.any() {
+        if self.executor.suspects.has_admitted() {
             return self.handle_event(slot, done);
         }
         let (policy, reporter) = (&self.policy, &self.reporter);
@@ -225,7 +226,7 @@ impl Engine {
             let settle = |action: &Action| matches!(action, Action::Settle(_));
             let driver = entry.in_flight.driver_mut();
             let settled = driver.handle_expected(done, policy, settle)?;
-            reporter.outcomes.happened(done);
+            reporter.outcomes.count_event(done);
             Some(settled)
         });
         match settled {
@@ -265,17 +266,18 @@ impl Engine {
         if self.follow_ups.is_empty() && self.executor.nothing_to_start() {
             return;
         }
-        // A loop, because recursion would overflow the stack: settling a delivery can start the next
-        // of its ordering key, thousands of times.
+        // A loop, because recursion could overflow the stack: an inline run that ends at once lets
+        // the next waiting delivery start, thousands of times.
         while let Some((slot, event)) = self.follow_ups.pop_front().or_else(|| self.next_runnable())
         {
             self.advance(slot, event);
         }
     }
 
-    /// The next delivery to run, if one waits and fewer than `max_in_flight` run. One that must run
-    /// apart from others, because it may crash the process (see
-    /// [`Suspects`](super::suspects::Suspects)), starts when no claim or withdrawal awaits its reply.
+    /// The next delivery to run and its event, if a delivery waits for a run and fewer than
+    /// `max_in_flight` handlers run. A delivery that has to run in isolation, because it may crash
+    /// the process (see [`Suspects`](super::suspects::Suspects)), starts only when no claim and no
+    /// withdrawal is unanswered.
     pub(super) fn next_runnable(&mut self) -> Option<(Slot, Event)> {
         if self.executor.nothing_to_start() {
             return None;
@@ -294,24 +296,25 @@ impl Engine {
         Some((slot, self.check_lease_before_run(slot)?))
     }
 
-    /// [`Event::MayRun`], or [`Event::LeaseOver`] if the lease expired while the delivery waited. The
-    /// limit for renewals starts now, so that the time spent waiting does not shorten it.
+    /// [`Event::MayRun`], or [`Event::LeaseOver`] if the lease ended while the delivery waited. The
+    /// maximum time of renewals counts from now, so that the time spent waiting does not shorten
+    /// it.
     fn check_lease_before_run(&mut self, slot: Slot) -> Option<Event> {
         let Some(lease) = &self.intake.at(slot)?.in_flight.shared().lease else {
             return Some(Event::MayRun);
         };
-        // The event that made room may have waited for a thread since the clock was read.
+        // Some time may have passed since the clock was read.
         self.clock.boot = BootTime::now();
         let now = self.clock.boot;
         if !lease.is_live(now) {
             return Some(Event::LeaseOver);
         }
-        lease.hold_until(now + self.longest_hold);
+        lease.allow_renewals_until(now + self.max_renewal_time);
         Some(Event::MayRun)
     }
 
-    /// Applies an event to a delivery and executes the resulting commands, until the next event must
-    /// come from outside.
+    /// Processes an event of a delivery, executes the resulting command, and processes the event
+    /// that follows immediately, until none does.
     fn advance(&mut self, slot: Slot, event: Event) {
         let mut next = Some(event);
         while let Some(event) = next {
@@ -327,7 +330,7 @@ impl Engine {
             });
             next = command.and_then(|command| self.execute(slot, command));
         }
-        if self.executor.suspects.any()
+        if self.executor.suspects.has_admitted()
             && !self
                 .intake
                 .at(slot)
@@ -352,7 +355,7 @@ impl Engine {
             DriverCommand::Abandon => {
                 self.reporter.outcomes.dropped();
                 if self.intake.remove(slot, |entry| entry.has_lease) == Some(true) {
-                    self.leases.ended(slot);
+                    self.leases.unregister(slot);
                 }
             }
             DriverCommand::Nothing => {}
@@ -366,7 +369,7 @@ impl Engine {
         let Some(entry) = self.intake.at_mut(slot) else {
             return;
         };
-        entry.turn += 1; // invalidates earlier alarms, which would send the operation twice
+        entry.generation += 1; // the engine then ignores earlier alarms, which would send it twice
         let (stage, attempt) = (entry.in_flight.driver().stage(), entry.attempt());
         let is_claim = matches!(stage, Stage::Claiming(..) | Stage::ClaimingInDrain(_));
         entry.store_span = spans::if_enabled(|| {
@@ -379,17 +382,17 @@ impl Engine {
         }
         if attempt == 0 {
             if let Stage::Claiming(_, ClaimTries(0)) = stage {
-                entry.claim.set(ClaimState::Absent); // it has a new token
+                entry.claim.set(ClaimState::Absent); // the claim has a new token
             }
             if entry.has_lease {
-                self.release_lease(slot);
+                self.drop_lease(slot);
             }
         }
         self.batcher.enqueue_claim(slot);
     }
 
-    /// The claim of a delivery was granted, and its handler may start when fewer than
-    /// `max_in_flight` run.
+    /// Decides when the handler of a granted delivery starts: at once, or when fewer than
+    /// `max_in_flight` handlers run, or in isolation.
     #[inline]
     fn await_run(&mut self, slot: Slot) -> Option<Event> {
         let entry = self.intake.at(slot)?;
@@ -411,34 +414,36 @@ impl Engine {
         self.check_lease_before_run(slot)
     }
 
+    /// Sets an alarm for a delivery, which replaces its earlier one.
     fn wake(&mut self, slot: Slot, after: Duration) {
         if let Some(entry) = self.intake.at_mut(slot) {
-            entry.turn += 1;
-            self.timers.set(slot, entry.turn, Instant::now(), after);
+            entry.generation += 1;
+            self.timers
+                .set(slot, entry.generation, Instant::now(), after);
         }
     }
 
-    /// A suspect claims when it may run apart from others.
+    /// Lets a suspect claim when it may run in isolation.
     fn await_isolation(&mut self, slot: Slot) -> Option<Event> {
-        self.release_lease(slot);
+        self.drop_lease(slot);
         let attempts = self.intake.at(slot)?.in_flight.driver().attempts;
         let isolation = self.policy.isolation(attempts).unwrap_or(Isolation::Group);
         if self.executor.suspects.admit(slot, isolation) {
             return Some(Event::Arrived);
         }
-        self.executor.suspects.wait(slot);
+        self.executor.suspects.queue(slot);
         None
     }
 
-    /// The delivery waits for its next attempt, and keeps its ordering key, so that no other message
-    /// with that key overtakes it; or its source delays it.
+    /// Queues a delivery until its next attempt. It keeps its ordering key, so that no other
+    /// message with that key overtakes it. Or releases it to a source that executes the delay.
     fn retry(&mut self, slot: Slot, after: Duration, failures: u32) {
         let release = Settlement::Release { after, failures };
-        let Some(after) = self.intake.kept_delay(slot, after) else {
+        let Some(after) = self.intake.delay_in_consumer(slot, after) else {
             return self.settle_delivery(slot, release);
         };
         self.reporter.outcomes.settled(&release);
-        self.release_lease(slot);
+        self.drop_lease(slot);
         let Some(entry) = self.intake.at(slot) else {
             return;
         };
@@ -456,7 +461,8 @@ impl Engine {
         self.intake.enqueue(slot);
     }
 
-    /// Passes a delivery with its settlement to the source, at the end of this iteration.
+    /// Removes a delivery and adds its settlement to those that the engine passes to the source at
+    /// the end of this iteration.
     #[inline]
     fn settle_delivery(&mut self, slot: Slot, settlement: Settlement) {
         let without_store = matches!(&settlement, Settlement::Accept(proof) if proof.as_str() == "passed_without_store");
@@ -467,7 +473,7 @@ impl Engine {
         let removed = self.intake.remove(slot, |entry| {
             entry.task = None;
             if entry.has_lease {
-                leases.ended(slot);
+                leases.unregister(slot);
             }
             let in_flight = &mut entry.in_flight;
             in_flight.settle_in_place(settlement, policy, into);
@@ -483,8 +489,9 @@ impl Engine {
         }
     }
 
-    /// Queues the claim and completion of a message that was handled without the store. They are sent
-    /// with the token of its unanswered claim when the store is available again.
+    /// Queues the claim of a message that was handled without the store, which its completion
+    /// follows. Both are sent with the token of its unanswered claim when the store is available
+    /// again.
     #[cold]
     fn record_completion_later(&mut self, slot: Slot) {
         let Some(in_flight) = self.intake.at(slot).map(|entry| &entry.in_flight) else {
@@ -504,7 +511,8 @@ impl Engine {
         }
     }
 
-    /// If this delivery ran apart from others, the deliveries that wait for its end may claim.
+    /// Ends the isolation of a delivery, if it ran in isolation: suspects that wait for that may
+    /// claim.
     #[cold]
     fn end_isolation(&mut self, slot: Slot) {
         let suspects = &mut self.executor.suspects;
@@ -513,8 +521,9 @@ impl Engine {
         }
         while let Some(next) = suspects.first_waiting() {
             let driver = self.intake.at(next).map(|entry| entry.in_flight.driver());
-            let Some(driver) = driver.filter(|it| matches!(it.stage(), Stage::New(_))) else {
-                suspects.pop_waiting(); // settled, or drained
+            let Some(driver) = driver.filter(|driver| matches!(driver.stage(), Stage::New(_)))
+            else {
+                suspects.pop_waiting(); // the delivery is settled, or drains
                 continue;
             };
             let isolation = self.policy.isolation(driver.attempts);
@@ -527,19 +536,20 @@ impl Engine {
     }
 
     /// Drops the lease of a delivery and stops its renewal.
-    fn release_lease(&mut self, slot: Slot) {
+    fn drop_lease(&mut self, slot: Slot) {
         if let Some(entry) = self.intake.at_mut(slot)
             && std::mem::take(&mut entry.has_lease)
         {
             entry.in_flight.shared_mut().lease = None;
-            self.leases.ended(slot);
+            self.leases.unregister(slot);
         }
     }
 
-    /// Starts the handler or `reconcile`. Returns its event if it ended on the first poll.
+    /// Starts the handler or `reconcile`. Returns the event of the run if it ended on its first
+    /// poll.
     fn start(&mut self, slot: Slot, kind: RunKind) -> Option<Event> {
         if let Stage::WithoutClaim(_) = self.intake.at(slot)?.stage() {
-            self.release_lease(slot);
+            self.drop_lease(slot);
         }
         let entry = self.intake.at_mut(slot)?;
         let result = start_run(entry, &mut self.executor, slot, kind, &mut self.clock)?;
@@ -553,17 +563,17 @@ impl Engine {
         ))
     }
 
-    /// Processes the results of spawned runs. One is ignored if the turn of its delivery has changed
-    /// since.
+    /// Processes the results of spawned runs. Ignores a result if the generation of its delivery
+    /// has changed since the run started.
     pub(super) fn on_finished_runs(&mut self) {
         let mut finished = std::mem::take(&mut self.finished);
         self.executor.take_finished(&mut finished);
         for FinishedRun { ticket, result } in finished.drain(..) {
-            let RunTicket { slot, turn } = ticket;
+            let RunTicket { slot, generation } = ticket;
             let (policy, reporter) = (&self.policy, &mut self.reporter);
             let (leases, clock) = (&mut self.leases, &mut self.clock);
             let next = self.intake.update(slot, |entry| {
-                if entry.turn != turn {
+                if entry.generation != generation {
                     return Ok(DriverCommand::Nothing);
                 }
                 if let Some(task) = entry.task.take() {
@@ -574,10 +584,10 @@ impl Engine {
             });
             self.continue_with(slot, next);
         }
-        self.finished = finished; // reuses the allocation
+        self.finished = finished; // keeps the allocation
     }
 
-    /// Processes a report of the renewal thread that a lease expired.
+    /// Processes a report of the renewal thread that a lease has ended.
     pub(super) fn on_lease_lost(&mut self, (index, token): LostLease) {
         let Some(slot) = self.intake.slot(index) else {
             return;
@@ -593,11 +603,15 @@ impl Engine {
         }
     }
 
-    /// Delivers the events of the alarms that are due.
+    /// Processes the alarms that are due.
     pub(super) fn fire_alarms(&mut self) {
         let now = Instant::now();
-        while let Some((slot, turn)) = self.timers.pop_due(now) {
-            let Some(entry) = self.intake.at(slot).filter(|entry| entry.turn == turn) else {
+        while let Some((slot, generation)) = self.timers.pop_due(now) {
+            let Some(entry) = self
+                .intake
+                .at(slot)
+                .filter(|entry| entry.generation == generation)
+            else {
                 continue;
             };
             self.clock.boot = BootTime::now();
@@ -613,7 +627,8 @@ impl Engine {
     }
 }
 
-/// Starts a run of the handler or of `reconcile`. Returns its result if it ended on the first poll.
+/// Starts a run of the handler or of `reconcile`. Returns the result if the run ended on its first
+/// poll.
 #[inline]
 fn start_run(
     entry: &mut InFlightEntry,
@@ -626,13 +641,13 @@ fn start_run(
     if entry.in_flight.shared().attempt != attempt {
         entry.in_flight.shared_mut().attempt = attempt;
     }
-    entry.turn += 1;
+    entry.generation += 1;
     entry.began = Some(clock.boot);
     let cx = Context(entry.in_flight.shared().clone());
-    let turn = entry.turn;
-    match executor.start(kind, cx, clock.boot, RunTicket { slot, turn }) {
-        Started::Finished(result) => Some(result),
-        Started::Task { task, now } => {
+    let generation = entry.generation;
+    match executor.start(kind, cx, clock.boot, RunTicket { slot, generation }) {
+        StartedRun::Finished(result) => Some(result),
+        StartedRun::Task { task, now } => {
             entry.task = Some(task);
             clock.boot = clock.boot.max(now);
             None
@@ -640,7 +655,7 @@ fn start_run(
     }
 }
 
-/// Records the result of a run. Returns its event.
+/// Records the error and the duration of a run. Returns its event.
 #[inline]
 fn record_run(
     entry: &mut InFlightEntry,
@@ -660,8 +675,8 @@ fn record_run(
     result.event
 }
 
-/// The express path of a handler that is done: returns the command to complete it. For any other
-/// event, and if the transition leads elsewhere, returns the event.
+/// The fast path of a handler that has succeeded: returns the command that records its completion.
+/// For any other event, and if the transition returns another action, returns the event.
 #[inline(always)]
 fn after_run(
     entry: &mut InFlightEntry,

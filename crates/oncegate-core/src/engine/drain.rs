@@ -5,22 +5,22 @@ use std::time::{Duration, Instant};
 use crate::defaults::STOP_TIMEOUT;
 use crate::error::Error;
 
-/// The phase of the drain, its deadline and its cause.
+/// The phase of the drain, its deadline and the error that caused it.
 ///
-/// A drain ends with closing the source. A later `begin` never postpones its deadline. When the drain
-/// timeout is over, the deadline is extended once, by [`STOP_TIMEOUT`], in which the store records the
-/// outcomes of dropped handlers.
+/// At the end of a drain the source is closed. A later call of `begin` never postpones the
+/// deadline. When the drain timeout is over, the deadline is extended once, by [`STOP_TIMEOUT`], in
+/// which the store records the outcomes of dropped handlers.
 pub(super) struct Drain {
-    mode: Mode,
+    state: DrainState,
     timeout: Duration,
 }
 
-/// Whether the consumer receives.
-enum Mode {
+/// Whether the consumer receives messages or drains.
+enum DrainState {
     Receiving,
     Draining {
         until: Instant,
-        because: Option<Error>,
+        cause: Option<Error>,
         phase: DrainPhase,
     },
 }
@@ -30,14 +30,14 @@ enum Mode {
 enum DrainPhase {
     /// Running handlers and the store.
     Handlers,
-    /// Only the store, which records the outcomes of dropped handlers: the drain timeout is over.
+    /// The drain timeout is over: only the store, which records the outcomes of dropped handlers.
     Outcomes,
 }
 
 /// What the loop does next.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum DrainStep {
-    /// It continues: the consumer receives, or the drain waits.
+    /// Continue: the consumer receives, or the drain waits.
     Continue,
     /// Drop running handlers: the drain timeout is over.
     DropHandlers,
@@ -53,40 +53,42 @@ pub(super) enum Unfinished {
     /// All deliveries are settled; the store has not recorded all completions of messages that were
     /// handled without it.
     Completions,
+    /// Everything is finished.
     Nothing,
 }
 
 impl Drain {
     pub(super) fn new(timeout: Duration) -> Self {
         Self {
-            mode: Mode::Receiving,
+            state: DrainState::Receiving,
             timeout,
         }
     }
 
     pub(super) fn has_begun(&self) -> bool {
-        matches!(self.mode, Mode::Draining { .. })
+        matches!(self.state, DrainState::Draining { .. })
     }
 
-    /// Begins the drain; a second call only adds its cause. Returns whether this was the first.
-    pub(super) fn begin(&mut self, because: Option<Error>, now: Instant) -> bool {
+    /// Begins the drain. A later call only adds its cause, if there is none yet, and never
+    /// postpones the deadline. Returns whether this call was the first.
+    pub(super) fn begin(&mut self, cause: Option<Error>, now: Instant) -> bool {
         let deadline = now + self.timeout;
-        match &mut self.mode {
-            Mode::Draining {
+        match &mut self.state {
+            DrainState::Draining {
                 until,
-                because: first,
+                cause: first,
                 phase: _,
             } => {
                 *until = deadline.min(*until);
                 if first.is_none() {
-                    *first = because;
+                    *first = cause;
                 }
                 false
             }
-            mode @ Mode::Receiving => {
-                *mode = Mode::Draining {
+            state @ DrainState::Receiving => {
+                *state = DrainState::Draining {
                     until: deadline,
-                    because,
+                    cause,
                     phase: DrainPhase::Handlers,
                 };
                 true
@@ -96,14 +98,15 @@ impl Drain {
 
     /// The deadline of the current phase of the drain.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        match self.mode {
-            Mode::Draining { until, .. } => Some(until),
-            Mode::Receiving => None,
+        match self.state {
+            DrainState::Draining { until, .. } => Some(until),
+            DrainState::Receiving => None,
         }
     }
 
+    /// What the loop does next, if `unfinished` is not finished yet.
     pub(super) fn next_step(&self, now: Instant, unfinished: Unfinished) -> DrainStep {
-        let Mode::Draining { until, phase, .. } = self.mode else {
+        let DrainState::Draining { until, phase, .. } = self.state else {
             return DrainStep::Continue;
         };
         let is_over = now >= until;
@@ -116,9 +119,10 @@ impl Drain {
         }
     }
 
-    /// The handlers are dropped. The drain waits for their outcomes to be recorded.
+    /// The engine has dropped the running handlers: the drain now waits until the store has
+    /// recorded their outcomes.
     pub(super) fn handlers_dropped(&mut self, now: Instant) {
-        if let Mode::Draining { until, phase, .. } = &mut self.mode {
+        if let DrainState::Draining { until, phase, .. } = &mut self.state {
             (*until, *phase) = (now + STOP_TIMEOUT, DrainPhase::Outcomes);
         }
     }
@@ -126,8 +130,8 @@ impl Drain {
     /// The deadline for closing the source. The time that the store took to record outcomes is
     /// subtracted, so that a stop takes at most the drain timeout plus 10 s.
     pub(super) fn close_by(&self, now: Instant) -> Instant {
-        let recording = match self.mode {
-            Mode::Draining {
+        let recording = match self.state {
+            DrainState::Draining {
                 until,
                 phase: DrainPhase::Outcomes,
                 ..
@@ -141,9 +145,9 @@ impl Drain {
 
     /// The first error that was passed to `begin`.
     pub(super) fn into_cause(self) -> Option<Error> {
-        match self.mode {
-            Mode::Draining { because, .. } => because,
-            Mode::Receiving => None,
+        match self.state {
+            DrainState::Draining { cause, .. } => cause,
+            DrainState::Receiving => None,
         }
     }
 }

@@ -14,13 +14,14 @@ use crate::ordering::OrderingKey;
 use crate::run::RunResult;
 use crate::spans;
 
-/// One delivery, queued or in flight: plain data in the slab of [`Intake`](super::intake::Intake).
+/// One delivery, queued or in flight, in the slab of [`Intake`](super::intake::Intake).
 pub(super) struct InFlightEntry {
     pub(super) in_flight: InFlight,
-    /// The first event of its lifecycle, which says whether it has an id.
+    /// The first event of its lifecycle: [`Event::Arrived`], [`Event::NoId`] or
+    /// [`Event::UnusableId`].
     pub(super) arrival: Event,
     pub(super) occupancy: Occupancy,
-    /// The phase that it is counted in.
+    /// The phase in which [`Intake`](super::intake::Intake) counts it.
     pub(super) counted: Phase,
     pub(super) claim: Cell<ClaimState>,
     /// Whether a lease is registered for it with the renewals.
@@ -28,30 +29,33 @@ pub(super) struct InFlightEntry {
     pub(super) ordering_key: Option<OrderingKey>,
     /// The span of the operation that the store has not answered yet.
     pub(super) store_span: Option<Box<Span>>,
+    /// The task of its handler or `reconcile`, if one runs in a task.
     pub(super) task: Option<RunningTask>,
     /// When its handler or `reconcile` started.
     pub(super) began: Option<BootTime>,
     /// When it was received.
     pub(super) arrived: BootTime,
-    /// Counts runs, alarms and operations: the results of earlier runs and earlier alarms are
-    /// ignored.
-    pub(super) turn: u32,
+    /// Increases with each run, alarm and operation: the engine ignores the result of a run, and an
+    /// alarm, of an earlier generation.
+    pub(super) generation: u32,
+    /// The size of its message.
     pub(super) bytes: usize,
 }
 
 /// Whether the store may have a claim of this delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClaimState {
-    /// It was not sent, or the store did not apply it: the delivery can be released without the store.
+    /// No claim was sent, or the store did not apply it: the delivery can be released without the
+    /// store.
     Absent,
-    /// It was sent for the first time, or again after the store did not apply it, and is not answered.
+    /// A claim was sent and is not answered, and the store did not apply an earlier one.
     Sent,
-    /// The store has applied it, or the answer was lost.
+    /// The store has applied a claim, or the answer to one was lost.
     MayExist,
 }
 
 impl ClaimState {
-    /// An operation is sent.
+    /// The state after an operation is sent.
     #[inline]
     pub(super) fn sent(self) -> Self {
         match self {
@@ -60,7 +64,8 @@ impl ClaimState {
         }
     }
 
-    /// The store returned an error, after it may have applied the operation or not.
+    /// The state after the store returned an error for an operation, which it may have applied or
+    /// not.
     pub(super) fn failed(self, may_be_applied: bool) -> Self {
         match self {
             Self::Absent | Self::Sent if !may_be_applied => Self::Absent,
@@ -79,18 +84,19 @@ pub(super) enum Occupancy {
     Queued,
 }
 
-/// What the engine counts a delivery as. Each delivery is in one phase.
+/// The phase in which the engine counts a delivery. Each delivery is in one phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     /// [`Occupancy::Queued`].
     Queued,
     /// In flight, and in none of the phases below.
-    Open,
+    OtherInFlight,
     /// It waits before it repeats its claim.
     AwaitingClaim,
-    /// Its grant is being withdrawn. A suspect starts when there is none.
+    /// Its grant is being withdrawn. A suspect starts only when no delivery is in this phase.
     Withdrawing,
-    /// It counts towards the limit of concurrent runs, in the pause between two runs, too.
+    /// A run of it is in progress, or it pauses between two inline runs: it counts towards the
+    /// limit of concurrent runs.
     Running,
     /// Its handler has returned, and its completion is not answered yet. It no longer counts
     /// towards `max_in_flight`.
@@ -108,12 +114,13 @@ impl Phase {
             (_, Stage::Withdrawing(..)) => Self::Withdrawing,
             (_, Stage::Completing(_)) => Self::Completing,
             (_, stage) if has_running_task(stage) || stage.waits_on_lease() => Self::Running,
-            _ => Self::Open,
+            _ => Self::OtherInFlight,
         }
     }
 }
 
-/// Whether a handler or `reconcile` may run in this stage; in any other it is dropped.
+/// Whether a handler or `reconcile` runs in this stage. A task that still runs in another stage is
+/// dropped.
 #[inline]
 pub(super) fn has_running_task(stage: Stage) -> bool {
     matches!(
@@ -122,8 +129,8 @@ pub(super) fn has_running_task(stage: Stage) -> bool {
     )
 }
 
-/// Whether a delivery in this stage holds a claim or may do so soon: a crash that another message
-/// causes would be counted for it, too.
+/// Whether a delivery in this stage holds a claim, or may be granted one: if another message
+/// crashes the process, its marker counts a crash, too.
 pub(super) fn may_count_crash(stage: Stage) -> bool {
     use Stage::*;
     matches!(
@@ -159,7 +166,7 @@ impl InFlightEntry {
         self.in_flight.driver().attempts.number
     }
 
-    /// The operation that its stage waits for; `None` if it waits for none.
+    /// The operation whose answer its stage waits for; `None` if it waits for no answer.
     #[inline]
     pub(super) fn operation(&self, scope: &Scope) -> Option<Operation> {
         let shared = self.in_flight.shared();

@@ -1,9 +1,9 @@
-//! Which handlers run, and which deliveries wait for a run.
+//! Starts handlers, and keeps the deliveries that wait for a run.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::runs::{FinishedRun, FinishedRuns, RunKind, RunTicket, StartRun, Started, starter};
+use super::runs::{FinishedRun, FinishedRuns, RunKind, RunTicket, StartRun, StartedRun, starter};
 use super::suspects::Suspects;
 use crate::boot_time::BootTime;
 use crate::context::Context;
@@ -13,10 +13,11 @@ use crate::run::Runner;
 use crate::settings::Settings;
 use crate::slots::Slot;
 
-/// Starts runs of the handler, at most `max_runs` at a time, and those of [`Suspects`] apart from
-/// others.
+/// Starts runs of the handler, at most `max_runs` at a time, and those of [`Suspects`] in
+/// isolation.
 ///
-/// The result of a run is ignored if the `InFlightEntry::turn` of its delivery has changed since.
+/// The engine ignores the result of a run if the `InFlightEntry::generation` of its delivery has
+/// changed since.
 pub(super) struct Executor {
     runs: Box<dyn StartRun>,
     max_runs: usize,
@@ -49,9 +50,9 @@ impl Executor {
         cx: Context,
         now: BootTime,
         ticket: RunTicket,
-    ) -> Started {
+    ) -> StartedRun {
         let started = self.runs.start(kind, cx, now, ticket);
-        if let Started::Task { .. } = started {
+        if let StartedRun::Task { .. } = started {
             self.spawned += 1;
         }
         started
@@ -78,8 +79,9 @@ impl Executor {
     /// was queued.
     #[inline]
     pub(super) fn queue_if_full(&mut self, slot: Slot, running: usize) -> bool {
-        // A delivery that completes makes room for another one. If the store then reports that its
-        // claim was lost, it claims and runs again, and there may be no room.
+        // More than `max_runs` deliveries may be ready: while a delivery completes, another one
+        // starts, and if the store then reports that its claim was lost, the first one claims and
+        // runs again.
         let is_full = running >= self.max_runs;
         if is_full {
             self.awaiting_run.push_back(slot);
@@ -96,11 +98,12 @@ impl Executor {
     /// Whether no delivery waits for a run and no suspect is admitted.
     #[inline]
     pub(super) fn nothing_to_start(&self) -> bool {
-        self.awaiting_run.is_empty() && !self.suspects.any()
+        self.awaiting_run.is_empty() && !self.suspects.has_admitted()
     }
 
-    /// The next delivery to run, if fewer than `max_runs` runs are active: a suspect if `suspects_may_run`
-    /// returns true, otherwise the first that waits. `is_ready` tells whether a delivery still waits.
+    /// The next delivery to run, if fewer than `max_runs` runs are active: a suspect if
+    /// `suspects_may_run` returns true, otherwise the first of the queue. `is_ready` returns
+    /// whether a delivery still waits for its run.
     pub(super) fn next_runnable(
         &mut self,
         running: usize,
@@ -190,13 +193,13 @@ mod tests {
     async fn an_inline_run_that_is_ready_ends_at_once_and_a_pending_one_becomes_a_task() {
         let mut executor = executor(Execution::Inline);
         let slot = Slots::new(1).insert(());
-        for turn in 0..3 {
-            let (ticket, now) = (RunTicket { slot, turn }, BootTime::now());
+        for generation in 0..3 {
+            let (ticket, now) = (RunTicket { slot, generation }, BootTime::now());
             match executor.start(RunKind::Handle, context(0), now, ticket) {
-                Started::Finished(result) => assert_eq!(result.event, DONE),
-                Started::Task { .. } => panic!("it was spawned"),
+                StartedRun::Finished(result) => assert_eq!(result.event, DONE),
+                StartedRun::Task { .. } => panic!("it was spawned"),
             }
-            let Started::Task { task: _task, .. } =
+            let StartedRun::Task { task: _task, .. } =
                 executor.start(RunKind::Handle, context(5), now, ticket)
             else {
                 panic!("it ended at once");
@@ -216,7 +219,13 @@ mod tests {
     async fn a_dropped_task_reports_that_its_outcome_is_unknown() {
         let mut executor = executor(Execution::Spawned);
         let slot = Slots::new(1).insert(());
-        let (ticket, now) = (RunTicket { slot, turn: 7 }, BootTime::now());
+        let (ticket, now) = (
+            RunTicket {
+                slot,
+                generation: 7,
+            },
+            BootTime::now(),
+        );
         let started = executor.start(RunKind::Handle, context(5), now, ticket);
         drop(started);
         executor.finished().await;

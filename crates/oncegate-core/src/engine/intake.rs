@@ -1,4 +1,4 @@
-//! Which deliveries are in flight or queued, and how many more may be received.
+//! Keeps the deliveries that are in flight or queued, and decides how many more may be received.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -22,13 +22,13 @@ pub(super) struct Intake {
     ordering: OrderingQueues,
     /// Queued deliveries that may proceed as soon as there is capacity.
     resumable: VecDeque<Slot>,
-    /// Shared records of settled deliveries, to be used again.
+    /// Shared records of settled deliveries, whose memory is used again.
     spare: Vec<Arc<SharedDelivery>>,
     limits: Limits,
     retry_delays: RetryDelays,
 }
 
-/// The settings that bound what is received.
+/// The settings that limit how many deliveries are in flight or queued.
 #[derive(Clone, Copy)]
 struct Limits {
     max_in_flight: usize,
@@ -48,7 +48,8 @@ struct PhaseCounts {
 }
 
 impl PhaseCounts {
-    /// A delivery enters, leaves, or changes its phase.
+    /// Moves a delivery of this size between phases. `from` is `None` when it is added, `to` when
+    /// it is removed.
     #[inline]
     fn transition(&mut self, from: Option<Phase>, to: Option<Phase>, bytes: usize) {
         if let Some(from) = from {
@@ -120,7 +121,7 @@ impl Intake {
         (slot, key_state)
     }
 
-    /// Changes a delivery, and counts it in the phase that it is in then. `None` if it was settled.
+    /// Changes a delivery, and counts it in its phase after the change. `None` if it was settled.
     #[inline(always)]
     pub(super) fn update<T>(
         &mut self,
@@ -142,24 +143,24 @@ impl Intake {
         self.update(slot, |entry| entry.occupancy = Occupancy::Queued);
     }
 
-    /// Removes a delivery, after `last` was called with it. The next one of its ordering key may
-    /// proceed.
+    /// Removes a delivery, after a call of `before_removal` with it. The next one of its ordering
+    /// key may proceed.
     #[inline(always)]
     pub(super) fn remove<T>(
         &mut self,
         slot: Slot,
-        last: impl FnOnce(&mut InFlightEntry) -> T,
+        before_removal: impl FnOnce(&mut InFlightEntry) -> T,
     ) -> Option<T> {
         let entry = self.entries.at_mut(slot)?;
         let ordering_key = entry.ordering_key;
         self.counts
             .transition(Some(entry.counted), None, entry.bytes);
-        let result = last(entry);
+        let result = before_removal(entry);
         self.entries.discard(slot);
         if let Some(key) = ordering_key
-            && self.ordering.withdraw(key, slot) == WasQueued::No
+            && self.ordering.remove_queued(key, slot) == WasQueued::No
         {
-            self.resumable.extend(self.ordering.release(key));
+            self.resumable.extend(self.ordering.pass_on(key));
         }
         Some(result)
     }
@@ -169,7 +170,7 @@ impl Intake {
         self.entries.at(slot)
     }
 
-    /// A delivery, to change what does not depend on its phase.
+    /// A delivery, for changes that do not affect its phase.
     #[inline]
     pub(super) fn at_mut(&mut self, slot: Slot) -> Option<&mut InFlightEntry> {
         self.entries.at_mut(slot)
@@ -205,8 +206,8 @@ impl Intake {
         self.len() - self.count(Phase::Queued)
     }
 
-    /// The number and the bytes of queued deliveries, if they reach a limit: then the consumer
-    /// receives nothing.
+    /// The number and the bytes of queued deliveries, if one of them is at its limit: then the
+    /// consumer receives nothing. `None` below the limits.
     pub(super) fn full_queue(&self) -> Option<(usize, usize)> {
         let queued = self.count(Phase::Queued);
         let bytes = self.counts.bytes[Phase::Queued as usize];
@@ -229,8 +230,9 @@ impl Intake {
         }
     }
 
-    /// How long a delivery waits in the consumer for its next attempt; `None` if its source delays it.
-    pub(super) fn kept_delay(&self, slot: Slot, after: Duration) -> Option<Duration> {
+    /// How long a delivery that is tried again after `after` waits in the consumer; `None` if its
+    /// source executes the delay.
+    pub(super) fn delay_in_consumer(&self, slot: Slot, after: Duration) -> Option<Duration> {
         match self.retry_delays {
             RetryDelays::InConsumer { longest } => Some(after.min(longest)),
             RetryDelays::InSource { above, max_kept } => {
@@ -241,7 +243,7 @@ impl Intake {
         }
     }
 
-    /// How much may be received. With [`Limit::NOTHING`] the source still reports revocations.
+    /// How much may be received now. With [`Limit::NOTHING`] the source still reports revocations.
     pub(super) fn receive_limit(&self) -> Limit {
         match self.full_queue() {
             Some(_) => Limit::NOTHING,
@@ -249,8 +251,8 @@ impl Intake {
         }
     }
 
-    /// How much more may be in flight, newly received or from the queue. Deliveries whose completion
-    /// waits for the store do not count, up to `max_in_flight` of them; their bytes do.
+    /// How much more may be in flight, received or from the queue. Up to `max_in_flight` deliveries
+    /// whose completion is not recorded yet do not count; their bytes do.
     fn free_capacity(&self) -> Limit {
         let completing = self.count(Phase::Completing);
         let occupied = self.in_flight() - completing.min(self.limits.max_in_flight);
@@ -268,7 +270,7 @@ impl Intake {
         }
     }
 
-    /// A queued delivery may proceed: its backoff is over.
+    /// Lets a queued delivery proceed, because its backoff is over.
     pub(super) fn resume(&mut self, slot: Slot) {
         self.resumable.push_back(slot);
     }
@@ -278,7 +280,7 @@ impl Intake {
         !self.resumable.is_empty() && self.free_capacity() != Limit::NOTHING
     }
 
-    /// The next queued delivery that proceeds, before new ones are received.
+    /// The next queued delivery that proceeds.
     pub(super) fn next_resumable(&mut self) -> Option<Slot> {
         self.may_resume().then(|| self.resumable.pop_front())?
     }
@@ -344,7 +346,7 @@ mod tests {
             in_flight: InFlight::new(shared, delivery.receipt, history),
             arrival: Event::Arrived,
             occupancy: Occupancy::InFlight,
-            counted: Phase::Open,
+            counted: Phase::OtherInFlight,
             claim: Cell::new(ClaimState::Absent),
             has_lease: false,
             ordering_key,
@@ -352,12 +354,13 @@ mod tests {
             task: None,
             began: None,
             arrived: BootTime::now(),
-            turn: 0,
+            generation: 0,
             bytes,
         }
     }
 
-    /// Any sequence of events leaves each delivery in one phase, and the last removal leaves none.
+    /// After any sequence of events each delivery counts in one phase, and after the last removal
+    /// no phase has one.
     #[test]
     fn the_counts_follow_the_stages() {
         let policy = Settings::default().policy();

@@ -1,4 +1,5 @@
-//! Completions of messages that were handled without the store while the store was unavailable.
+//! Late completions: completions of messages that were handled without the store while it was
+//! unavailable, which are recorded when it is available again.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -8,14 +9,15 @@ use hashbrown::HashMap;
 use crate::id::Key;
 use crate::marker::Operation;
 
-/// Completions that the store has not confirmed yet. Until a completion is confirmed, no claim of its
-/// id is sent: a copy of the message would run again.
+/// Late completions that the store has not confirmed yet. Until then no claim of their ids is sent,
+/// because a copy of the message would run again.
 #[derive(Debug)]
 pub(super) struct LateCompletions {
+    /// Unsent operations: claims, and the completions that follow them.
     queue: VecDeque<Operation>,
     /// The number of unconfirmed completions of each id, sent and unsent.
     pending: HashMap<Key, u32>,
-    /// When to send the next ones.
+    /// When to send the next operations.
     pub(super) due: Instant,
 }
 
@@ -40,14 +42,14 @@ impl LateCompletions {
         self.queue.is_empty()
     }
 
-    /// Whether all completions are confirmed, so that no claim has to wait.
-    pub(super) fn is_settled(&self) -> bool {
+    /// Whether the store has confirmed all late completions, so that no claim has to wait.
+    pub(super) fn all_confirmed(&self) -> bool {
         self.pending.is_empty()
     }
 
-    /// Whether a claim of this id has to wait.
-    pub(super) fn hold_back(&self, key: &Key) -> bool {
-        !self.is_settled() && self.pending.contains_key(key)
+    /// Whether a claim of this key has to wait for a late completion.
+    pub(super) fn must_wait(&self, key: &Key) -> bool {
+        !self.all_confirmed() && self.pending.contains_key(key)
     }
 
     /// Adds the claim of a message that was handled without the store, with the token of its
@@ -64,17 +66,18 @@ impl LateCompletions {
         Ok(())
     }
 
-    /// Takes the next operations to send. They stay unconfirmed until [`LateCompletions::finish`].
+    /// Takes the next operations to send, at most `count`. Their ids stay unconfirmed until
+    /// [`LateCompletions::finish`].
     pub(super) fn take(&mut self, count: usize) -> impl Iterator<Item = Operation> {
         self.queue.drain(..count.min(self.queue.len()))
     }
 
-    /// Queues the same operation again, or the one that follows it.
+    /// Queues an operation again after an error, or the completion that follows a claim.
     pub(super) fn put_back(&mut self, operation: Operation) {
         self.queue.push_back(operation);
     }
 
-    /// The store has given its final answer for this id.
+    /// Ends one late completion of this key, after the final answer of the store.
     pub(super) fn finish(&mut self, key: &Key) {
         if let Some(count) = self.pending.get_mut(key) {
             *count -= 1;

@@ -1,4 +1,4 @@
-//! The leases of deliveries, as the engine registers them with the renewals.
+//! Registers the leases of deliveries with the renewals, and adapts the duration of leases.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,27 +15,31 @@ use crate::settings::Settings;
 use crate::slots::Slot;
 use crate::store::Store;
 
-/// The leases that were granted or given up since the renewals were last updated, once for each
-/// batch.
+/// The leases that were granted or given up since the last update of the renewals. The renewals are
+/// updated once for each batch of answers.
 ///
 /// All leases of a batch are registered before any of its handlers runs: an inline handler that
 /// blocks must not let the other leases of the batch end.
 pub(super) struct Leases {
-    /// `None` with the bare gate, which has no leases, and after the thread has failed.
+    /// `None` with [`Guarantee::Bare`], which has no leases, and after the renewal thread has
+    /// failed.
     renewals: Option<Arc<Renewals>>,
+    /// The leases that have ended, from the renewal thread.
     lost: UnboundedReceiver<LostLease>,
+    /// Slab indexes of deliveries that got a lease, with their shared records.
     granted: Vec<(usize, Arc<SharedDelivery>)>,
-    /// Slab indexes of leases that were given up.
+    /// Slab indexes of deliveries that gave up their lease.
     ended: Vec<usize>,
     adaptive: AdaptiveLease,
 }
 
-/// The duration of the next lease.
+/// Adapts the duration of leases to that of runs.
 struct AdaptiveLease {
     runtimes: RuntimeEstimator,
     /// `None` if the lease does not adapt.
     shortest: Option<Duration>,
     longest: Duration,
+    /// The duration of the next lease.
     next: Duration,
 }
 
@@ -75,7 +79,7 @@ impl Leases {
         self.adaptive.next
     }
 
-    /// Adapts the lease to the duration of a run, if it adapts.
+    /// Adapts the next lease to the duration of a run, if the user chose an adaptive lease.
     #[inline]
     pub(super) fn record_runtime(&mut self, runtime: Duration) {
         let AdaptiveLease {
@@ -93,25 +97,25 @@ impl Leases {
         }
     }
 
-    /// Whether grants have leases.
+    /// Whether leases are renewed: if not, grants have no leases.
     #[inline]
     pub(super) fn are_renewed(&self) -> bool {
         self.renewals.is_some()
     }
 
-    /// A delivery got a lease.
+    /// Registers the lease of a delivery at the next update.
     #[inline]
-    pub(super) fn granted(&mut self, slot: Slot, delivery: Arc<SharedDelivery>) {
+    pub(super) fn register(&mut self, slot: Slot, delivery: Arc<SharedDelivery>) {
         self.granted.push((slot.index, delivery));
     }
 
-    /// The lease of a delivery was given up.
+    /// Stops the renewal of the lease of a delivery at the next update.
     #[inline]
-    pub(super) fn ended(&mut self, slot: Slot) {
+    pub(super) fn unregister(&mut self, slot: Slot) {
         self.ended.push(slot.index);
     }
 
-    /// Updates the renewals.
+    /// Passes the granted and the ended leases to the renewals.
     pub(super) fn update_renewals(&mut self) {
         if self.granted.is_empty() && self.ended.is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! Throttled log lines about single messages.
+//! Log lines about messages and the store, limited in rate.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,8 @@ use crate::run::RunResult;
 use crate::source::Settled;
 use crate::store::StoreError;
 
-/// One throttle for each kind of log line.
+/// The throttles of the log lines. Lines about an unavailable store and about an unavailable
+/// database of an inbox share one.
 pub(super) struct Logs {
     unavailable: LogThrottle,
     late_completions_full: LogThrottle,
@@ -31,12 +32,13 @@ pub(super) struct Logs {
     not_recorded: LogThrottle,
 }
 
-/// The maximum number of lines of one kind in each period: a burst of messages that fail at once is
-/// logged message by message.
-const LINES: u32 = 100;
+/// The maximum number of lines of most kinds in each [`PERIOD`], so that a burst of messages that
+/// fail at once is logged message by message.
+const MAX_LINES: u32 = 100;
+/// The period of [`MAX_LINES`].
 pub(super) const PERIOD: Duration = Duration::from_secs(10);
-/// The maximum number of lines about unrecorded outcomes per second. They occur once, at the end of a
-/// consumer, for the deliveries in flight.
+/// The maximum number of lines about unrecorded outcomes per second. They are logged only when a
+/// consumer ends, for each delivery in flight.
 const MAX_NOT_RECORDED: u32 = 1000;
 
 impl Logs {
@@ -58,7 +60,7 @@ impl Logs {
             held_elsewhere,
             lease_lost,
             handler_dropped,
-        ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, PERIOD));
+        ] = std::array::from_fn(|_| LogThrottle::up_to(MAX_LINES, PERIOD));
         Self {
             unavailable,
             late_completions_full,
@@ -78,7 +80,7 @@ impl Logs {
         }
     }
 
-    /// A message was rejected, and an operator has to inspect it.
+    /// Logs that a message was rejected, to dead letters or to the in-doubt queue.
     pub(super) fn rejected(&mut self, settled: &Settled, destination: Option<String>) {
         let Settlement::Reject(reason) = settled.settlement else {
             return;
@@ -92,16 +94,16 @@ impl Logs {
             return;
         };
         let failure_history = settled.failure_history.as_deref();
-        let first = failure_history.and_then(|it| it.first_error.as_deref());
-        let last = failure_history.and_then(|it| it.last_error.as_deref());
+        let first = failure_history.and_then(|history| history.first_error.as_deref());
+        let last = failure_history.and_then(|history| history.last_error.as_deref());
         let (error, last_error) = (
             first.or(last).or(Some(reason.cause())),
             last.filter(|_| last != first && first.is_some()),
         );
         let (id, attempts, crashes) = (
-            failure_history.and_then(|it| it.id.as_deref()),
-            failure_history.map(|it| it.attempts),
-            failure_history.map(|it| it.crashes),
+            failure_history.and_then(|history| history.id.as_deref()),
+            failure_history.map(|history| history.attempts),
+            failure_history.map(|history| history.crashes),
         );
         let is_unreadable_marker = reason == Reason::InDoubt(DoubtCause::UnreadableMarker);
         let is_interrupted = reason == Reason::InDoubt(DoubtCause::Interrupted);
@@ -116,7 +118,7 @@ impl Logs {
                 "message in doubt, sending it to the in-doubt queue: its marker is unreadable; check whether the message took effect; upgrade oncegate here if a newer release wrote the marker, otherwise delete the key that `oncegate explain` shows; then run `oncegate in-doubt resolve`"
             );
         } else if is_interrupted {
-            // A marker has no room for errors, so the cause that the other process saw is not known
+            // A marker contains no error text, so the error that the other process had is unknown
             // here.
             warn!(
                 "message in doubt, sending it to the in-doubt queue: another process, or an earlier delivery, ended before its outcome was found out; the log of that process may have the error of the handler; check whether the message took effect, then run `oncegate in-doubt resolve`"
@@ -130,15 +132,15 @@ impl Logs {
         }
     }
 
-    /// When [`suppressed`](Self::suppressed) has something to log.
+    /// When [`log_suppressed`](Self::log_suppressed) has something to log.
     pub(super) fn report_at(&self) -> Option<Instant> {
         let (rejected, in_doubt) = (self.rejected.report_at(), self.in_doubt.report_at());
         rejected.into_iter().chain(in_doubt).min()
     }
 
-    /// Logs how many rejected messages had no line of their own, if no other line of their kind
-    /// followed.
-    pub(super) fn suppressed(&mut self, now: Instant) {
+    /// Logs how many lines about rejected messages were suppressed, if no later line of their kind
+    /// has reported that.
+    pub(super) fn log_suppressed(&mut self, now: Instant) {
         let rejected = self.rejected.take_suppressed(now);
         if rejected > 0 {
             tracing::warn!(
@@ -155,7 +157,7 @@ impl Logs {
         }
     }
 
-    /// A handler or `reconcile` ended, and not with success.
+    /// Logs that a handler failed, or the result of `reconcile`.
     #[cold]
     pub(super) fn run_failed(&mut self, entry: &InFlightEntry, finished: &RunResult) {
         let throttle = match finished.event {
@@ -177,7 +179,9 @@ impl Logs {
         }
         match finished.event {
             Event::Returned(Outcome::Retry) => {
-                warn!("handler failed without an effect, the message is retried");
+                warn!(
+                    "handler failed without an effect, the message is retried up to max_attempts"
+                );
             }
             Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => {
                 tracing::error!(id, attempt, error, %origin, suppressed_lines, "handler panicked, its outcome is unknown");
@@ -209,7 +213,7 @@ impl Logs {
         }
     }
 
-    /// A message has no timestamp, so that `max_age` is not checked, in at most once.
+    /// Logs, in at most once, that `max_age` is not checked because a message has no timestamp.
     pub(super) fn unknown_age(&mut self, message: &Message) {
         if let Some(suppressed_lines) = self.unknown_age.due(Instant::now()) {
             tracing::warn!(
@@ -221,11 +225,11 @@ impl Logs {
         }
     }
 
-    /// The consumer receives nothing: what waits now blocks all others.
-    pub(super) fn queue_full(&mut self, waiting: usize, bytes: usize) {
+    /// Logs that the consumer receives nothing, because too many deliveries are queued.
+    pub(super) fn queue_full(&mut self, queued: usize, bytes: usize) {
         if let Some(suppressed_lines) = self.queue_full.due(Instant::now()) {
             tracing::warn!(
-                waiting,
+                queued,
                 bytes,
                 suppressed_lines,
                 "queue limit reached, receiving is paused: too many deliveries wait for a retry, or behind others of their key or partition; see which messages fail, or raise `max_queued` or `max_queued_bytes`"
@@ -233,14 +237,15 @@ impl Logs {
         }
     }
 
-    /// The store did not answer.
+    /// Logs that the store did not answer an operation.
     pub(super) fn unavailable(&mut self, error: &StoreError, in_flight: usize) {
         if let Some(suppressed_lines) = self.unavailable.due(Instant::now()) {
             tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
         }
     }
 
-    /// The completion of a message that was handled without the store is not kept.
+    /// Logs that the completion of a message that was handled without the store will not be
+    /// recorded.
     pub(super) fn late_completions_full(&mut self) {
         if let Some(suppressed_lines) = self.late_completions_full.due(Instant::now()) {
             tracing::warn!(
@@ -250,7 +255,7 @@ impl Logs {
         }
     }
 
-    /// The claim of a message took over from a process that crashed or lost its lease.
+    /// Logs that the claim of a message took over a lease that ended without a recorded outcome.
     pub(super) fn taken_over(&mut self, entry: &InFlightEntry, attempts: Attempts) {
         if let Some(suppressed_lines) = self.taken_over.due(Instant::now()) {
             let (id, origin) = id_and_origin(entry);
@@ -270,7 +275,7 @@ impl Logs {
         }
     }
 
-    /// The lease of a message ended while its handler or `reconcile` ran.
+    /// Logs that the lease of a message ended while its handler or `reconcile` ran.
     pub(super) fn lease_lost(&mut self, entry: &InFlightEntry) {
         if let Some(suppressed_lines) = self.lease_lost.due(Instant::now()) {
             let (id, origin) = id_and_origin(entry);
@@ -285,7 +290,7 @@ impl Logs {
         }
     }
 
-    /// The drain timeout is over, and the handler of this message still runs.
+    /// Logs that the handler of a message still ran at the end of the drain timeout.
     pub(super) fn handler_dropped(&mut self, entry: &InFlightEntry) {
         if let Some(suppressed_lines) = self.handler_dropped.due(Instant::now()) {
             let (id, origin) = id_and_origin(entry);
@@ -300,7 +305,7 @@ impl Logs {
         }
     }
 
-    /// The consumer stops before the store has recorded the outcome of a message.
+    /// Logs the outcome of a message that the store has not recorded when the consumer stops.
     #[cold]
     pub(super) fn not_recorded(&mut self, entry: &InFlightEntry) {
         use Stage::*;
@@ -327,7 +332,7 @@ impl Logs {
         }
         match entry.in_flight.shared().terms.guarantee {
             Guarantee::AtMostOnce => warn!(
-                "outcome not recorded, because the consumer stops before the store answers: after the lease the message is in doubt; see the outcome here before resolving it"
+                "outcome not recorded, because the consumer stops before the store answers: after the lease the message is in doubt; compare the field `outcome` before you resolve it"
             ),
             Guarantee::EffectivelyOnce => warn!(
                 "outcome not recorded, because the consumer stops before the store answers: after the lease the message is handled again"
@@ -338,7 +343,8 @@ impl Logs {
         }
     }
 
-    /// A message in whose attempts processes crashed starts to run alone.
+    /// Logs that a message starts to run in isolation, because processes crashed while they handled
+    /// it.
     pub(super) fn possible_crash_loop(
         &mut self,
         entry: &InFlightEntry,
@@ -359,21 +365,21 @@ impl Logs {
                 max_crashes,
                 %origin,
                 suppressed_lines,
-                "possible crash loop: processes crashed while they handled this message; it runs alone or in a group, and no other message is claimed until this ends"
+                "possible crash loop: processes crashed or lost the lease while they handled this message; it runs in isolation, and no other message is claimed until it is finished; find out why the processes end"
             );
         }
     }
 
-    /// A message waits because another delivery holds its id.
+    /// Logs that a message waits because another delivery holds its id.
     pub(super) fn held_elsewhere(&mut self, entry: &InFlightEntry, remaining: Duration) {
         if let Some(suppressed_lines) = self.held_elsewhere.due(Instant::now()) {
             let (id, origin) = id_and_origin(entry);
-            tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another delivery holds the lease of its id, or its process crashed");
+            tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another delivery holds the lease of its id, or held it when its process crashed");
         }
     }
 }
 
-/// The fields by which a log line names a message.
+/// The fields that identify a message in a log line.
 fn id_and_origin(entry: &InFlightEntry) -> (Option<&str>, &Origin) {
     let id = entry.id().map(MessageId::as_str);
     (id, &entry.in_flight.message().origin)

@@ -1,4 +1,4 @@
-//! Metrics, status and log lines about deliveries.
+//! Updates metrics and status, and logs events of deliveries.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use crate::spans;
 use crate::status::{ConsumerStatus, DeliveryState, InFlightDelivery, PUBLISH_INTERVAL};
 use crate::store_health::StoreHealth;
 
-/// Updates metrics and status, and logs, what the engine does. The engine does not depend on it.
+/// Updates metrics and status, and logs events. Nothing that the engine decides depends on it.
 pub(super) struct Reporter {
     pub(super) outcomes: Outcomes,
     pub(super) metrics: ConsumerMetrics,
@@ -39,7 +39,7 @@ impl Reporter {
         }
     }
 
-    /// A message was received. Its age is `None` if it has no timestamp.
+    /// Counts a received message that is too old, or whose age is unknown (`None`).
     #[inline]
     pub(super) fn received(
         &mut self,
@@ -60,10 +60,10 @@ impl Reporter {
         }
     }
 
-    /// An event of a delivery, before it is processed.
+    /// Counts and logs an event of a delivery, before the delivery processes it.
     #[inline]
     pub(super) fn event(&mut self, entry: &InFlightEntry, event: Event) {
-        self.outcomes.happened(event);
+        self.outcomes.count_event(event);
         if event == Event::LeaseOver && has_running_task(entry.stage()) {
             self.logs.lease_lost(entry);
         }
@@ -72,7 +72,7 @@ impl Reporter {
         }
     }
 
-    /// A handler or `reconcile` ended.
+    /// Records the duration of a run, and logs its failure.
     #[inline]
     pub(super) fn run_ended(&mut self, entry: &InFlightEntry, result: &RunResult, took: Duration) {
         self.metrics.handled(took);
@@ -81,7 +81,8 @@ impl Reporter {
         }
     }
 
-    /// A delivery was settled. `destination` tells where a rejected message goes.
+    /// Records the settlement of a delivery, `after` this time since its receipt. `destination`
+    /// returns the name of the topic or queue to which a message is rejected.
     #[inline]
     pub(super) fn settled(
         &mut self,
@@ -112,18 +113,18 @@ impl Reporter {
         }
     }
 
-    /// When there is something to publish or to log, if no message arrives before.
+    /// When [`observe`](Self::observe) has to be called at the latest.
     pub(super) fn next_report_at(&self) -> Option<Instant> {
         let next_status = self.status.is_some().then_some(self.next_status_at);
         next_status.into_iter().chain(self.logs.report_at()).min()
     }
 
-    /// Updates the gauges, and the status if it is due. Warns if the queue is full.
+    /// Updates the gauges, and the status if it is due. Logs a full queue and suppressed lines.
     pub(super) fn observe(&mut self, now: Instant, intake: &Intake, unavailable_stores: usize) {
-        if let Some((waiting, bytes)) = intake.full_queue() {
-            self.logs.queue_full(waiting, bytes);
+        if let Some((queued, bytes)) = intake.full_queue() {
+            self.logs.queue_full(queued, bytes);
         }
-        self.logs.suppressed(now);
+        self.logs.log_suppressed(now);
         let (in_flight, waiting) = (intake.in_flight(), intake.count(Phase::Queued));
         self.metrics.set_gauges(GaugeValues {
             in_flight,

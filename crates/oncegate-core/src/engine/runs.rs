@@ -1,4 +1,4 @@
-//! How a run of a handler starts, and how its result comes back.
+//! Starts runs of a handler, and returns their results to the engine.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -24,9 +24,10 @@ pub(super) enum RunKind {
 }
 
 /// A run that was started.
-pub(super) enum Started {
-    /// It ended on its first poll.
+pub(super) enum StartedRun {
+    /// It was inline and ended on its first poll.
     Finished(RunResult),
+    /// It runs in a task.
     Task {
         task: RunningTask,
         /// The time after the first poll, which may have blocked; the time of the start if the run
@@ -38,19 +39,21 @@ pub(super) enum Started {
 /// Starts runs. It hides the types of the handler and of its future, so that the engine is not
 /// generic.
 pub(super) trait StartRun: Send {
-    /// Starts a run. With [`Execution::Inline`] it is polled once, here. The result of a task goes to
-    /// `report`.
-    fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, report: RunTicket) -> Started;
+    /// Starts a run. With [`Execution::Inline`], this call polls it once. If it runs in a task, its
+    /// result is added to [`FinishedRuns`], with this ticket.
+    fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, ticket: RunTicket)
+    -> StartedRun;
 }
 
 /// Starts the runs of one handler. The boxes for the futures of `handle` are used again: a run that
-/// ends at once allocates nothing, and one that is spawned only its task, which is small.
+/// ends on its first poll allocates nothing, and a spawned run allocates only its task, which is
+/// small.
 struct RunStarter<H, D, M, F> {
     runner: Arc<Runner<H, D>>,
     handle: M,
     execution: Execution,
     finished: Arc<FinishedRuns>,
-    /// For the next run that ends at once.
+    /// The box of the last inline run that ended on its first poll, for the next run.
     boxed: Option<FutureBox<F>>,
     pool: Arc<FutureBoxPool<F>>,
 }
@@ -78,7 +81,7 @@ impl<F> FutureBoxPool<F> {
     }
 }
 
-/// Starts the runs of this handler.
+/// The starter of runs of this handler.
 pub(super) fn starter<H: Handler, D: Decode>(
     runner: Runner<H, D>,
     execution: Execution,
@@ -103,7 +106,13 @@ where
     M: Fn(Context, RunClock) -> F + Clone + Send + Unpin + 'static,
     F: Future<Output = RunResult> + Send + 'static,
 {
-    fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, ticket: RunTicket) -> Started {
+    fn start(
+        &mut self,
+        kind: RunKind,
+        cx: Context,
+        now: BootTime,
+        ticket: RunTicket,
+    ) -> StartedRun {
         let report = |finished: &Arc<FinishedRuns>| RunReport {
             to: finished.clone(),
             ticket,
@@ -115,20 +124,21 @@ where
                 let (began, now) = (now, BootTime::now());
                 report.send(runner.reconcile(cx, RunClock { began, now }).await);
             }));
-            return Started::Task { task, now };
+            return StartedRun::Task { task, now };
         }
         let boxed = self.boxed.take();
         let mut boxed = boxed.unwrap_or_else(|| self.pool.take());
         let (mut unstarted, mut after) = (None, now);
         if self.execution == Execution::Inline {
             boxed.set(Some((self.handle)(cx, RunClock { began: now, now })));
-            // The waker of this poll may be ignored: a pending future is polled again by its task.
+            // A waker that does nothing suffices for this poll, because the task of a pending
+            // future polls it again.
             let mut poller = task::Context::from_waker(Waker::noop());
             let polled = boxed.as_mut().as_pin_mut().map(|run| run.poll(&mut poller));
             if let Some(Poll::Ready(result)) = polled {
                 boxed.set(None);
                 self.boxed = Some(boxed);
-                return Started::Finished(result);
+                return StartedRun::Finished(result);
             }
             after = BootTime::now();
         } else {
@@ -140,13 +150,13 @@ where
             pool: self.pool.clone(),
             report: Some(report(&self.finished)),
         }));
-        Started::Task { task, now: after }
+        StartedRun::Task { task, now: after }
     }
 }
 
 /// The task of a run. Its future is in a box, so that the task is small.
 struct SpawnedRun<M, F> {
-    /// How to begin a run that was not polled yet.
+    /// What a run needs to begin; `None` once it has begun.
     unstarted: Option<(M, Context, BootTime)>,
     boxed: Option<FutureBox<F>>,
     pool: Arc<FutureBoxPool<F>>,
@@ -166,7 +176,7 @@ where
             return Poll::Ready(());
         };
         if let Some((handle, cx, began)) = this.unstarted.take() {
-            // The task may have waited for a thread: the clock is read now.
+            // Reads the clock again, because the task may have waited for a thread.
             let now = BootTime::now();
             boxed.set(Some(handle(cx, RunClock { began, now })));
         }
@@ -174,7 +184,7 @@ where
         else {
             return Poll::Pending;
         };
-        boxed.set(None); // its context is dropped before the result is reported
+        boxed.set(None); // drops the context of the run before its result is reported
         if let Some(boxed) = this.boxed.take() {
             this.pool.put_back(boxed);
         }
@@ -185,7 +195,7 @@ where
     }
 }
 
-/// The task of a run, which is aborted on drop.
+/// The handle of the task of a run. Aborts the task on drop.
 pub(super) struct RunningTask(Option<JoinHandle<()>>);
 
 impl RunningTask {
@@ -193,7 +203,7 @@ impl RunningTask {
         Self(Some(task))
     }
 
-    /// The run has reported its result: there is nothing to abort.
+    /// Drops the handle without aborting the task, which has reported its result.
     pub(super) fn finished(mut self) {
         self.0 = None;
     }
@@ -207,11 +217,11 @@ impl Drop for RunningTask {
     }
 }
 
-/// The delivery of a run, and its `InFlightEntry::turn` when the run started.
+/// The delivery of a run, and its `InFlightEntry::generation` when the run started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RunTicket {
     pub(super) slot: Slot,
-    pub(super) turn: u32,
+    pub(super) generation: u32,
 }
 
 /// The result of a spawned run.
@@ -220,13 +230,13 @@ pub(super) struct FinishedRun {
     pub(super) result: RunResult,
 }
 
-/// The results of spawned runs that the engine has not processed. Cheaper than a channel: the
-/// engine takes all at once.
+/// The results of spawned runs that the engine has not processed yet. Cheaper than a channel,
+/// because the engine takes all of them at once.
 #[derive(Default)]
 pub(super) struct FinishedRuns {
     queue: Mutex<Vec<FinishedRun>>,
     /// Notified when the queue gets its first result.
-    any: Notify,
+    not_empty: Notify,
 }
 
 impl FinishedRuns {
@@ -236,7 +246,7 @@ impl FinishedRuns {
         let is_first = queue.len() == 1;
         drop(queue);
         if is_first {
-            self.any.notify_one();
+            self.not_empty.notify_one();
         }
     }
 
@@ -246,16 +256,18 @@ impl FinishedRuns {
         std::mem::swap(&mut *queue, into);
     }
 
-    /// Completes when there is a result. It may complete once too often.
+    /// Completes when there is a result. May also complete once when there is none.
     pub(super) async fn wait(&self) {
-        self.any.notified().await;
+        self.not_empty.notified().await;
     }
 }
 
-/// Sends the result of a spawned run on drop, however its task ends.
+/// Adds the result of a spawned run to [`FinishedRuns`] on drop, even if its task is aborted or
+/// panics.
 struct RunReport {
     to: Arc<FinishedRuns>,
     ticket: RunTicket,
+    /// `None` if the task ended without a result.
     result: Option<RunResult>,
 }
 

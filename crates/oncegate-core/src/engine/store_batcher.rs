@@ -1,4 +1,4 @@
-//! Batches of operations to the store.
+//! Sends operations to the store in batches.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,21 +10,22 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use super::late::LateCompletions;
 use crate::boot_time::BootTime;
-use crate::breaker::{Breaker, BreakerDecision};
+use crate::breaker::{Breaker, BreakerState};
 use crate::fault;
 use crate::marker::{Ask, Operation, Verdict};
 use crate::slots::Slot;
 use crate::source::SourceProperties;
 use crate::store::{Store, StoreError};
 
-/// The operations that are to be sent to the store, and the batches that it has not answered.
+/// The queued operations, and the batches that the store has not answered.
 ///
-/// Outcomes, late completions and claims share one `apply`, in this order. Nothing waits for a batch
-/// to fill. While the breaker is open nothing is sent.
+/// One `apply` contains outcomes, late completions and claims, in this order. A batch is sent even
+/// if it is not full. While the breaker is open, nothing is sent.
 pub(super) struct StoreBatcher {
     store: Arc<dyn Store>,
-    /// The number of concurrent batches while the store answers.
+    /// The maximum number of concurrent batches while the store answers.
     max_batches: usize,
+    /// The maximum number of outcomes, of late completions and of claims in one batch.
     max_operations: usize,
     /// Deliveries whose claim is to be sent.
     claims: VecDeque<Slot>,
@@ -34,14 +35,14 @@ pub(super) struct StoreBatcher {
     /// (`Outage::PassThrough`).
     pub(super) late: LateCompletions,
     pub(super) breaker: Breaker,
-    /// Whether the store reported that it is misconfigured: then no claims are sent.
+    /// Whether the store reported that it is misconfigured. Then no claim is sent.
     misconfigured: bool,
-    /// Claims that were sent and are not answered. One of the
-    /// [`Suspects`](super::suspects::Suspects), deliveries during which two or more processes
-    /// crashed, starts when there is none.
+    /// The number of claims that were sent and are not answered. A delivery of
+    /// [`Suspects`](super::suspects::Suspects) starts only when there is none.
     claims_sent: usize,
+    /// The calls of [`Store::apply`] in progress.
     applies: FuturesUnordered<BoxFuture<'static, AnsweredBatch>>,
-    /// The vectors of an answered batch, to be used again.
+    /// The empty vectors of an answered batch, whose memory is used again.
     spare: (Vec<Option<Slot>>, Vec<Operation>),
 }
 
@@ -50,11 +51,13 @@ pub(super) struct AnsweredBatch {
     /// The delivery of each operation; `None` for a late completion.
     pub(super) slots: Vec<Option<Slot>>,
     pub(super) operations: Vec<Operation>,
-    /// How many operations are claims of deliveries.
+    /// The number of claims of deliveries among the operations.
     pub(super) claims: usize,
+    /// When the batch was sent, by the clock of leases.
     pub(super) sent: BootTime,
+    /// When the batch was sent, for its duration.
     pub(super) began: Instant,
-    /// One for each operation.
+    /// One answer for each operation, in order.
     pub(super) answers: Vec<Result<Verdict, StoreError>>,
 }
 
@@ -86,25 +89,25 @@ impl StoreBatcher {
         self.claims.push_back(slot);
     }
 
-    /// Queues the operation of a delivery that is not a claim.
+    /// Queues an operation of a delivery other than a claim.
     #[inline]
     pub(super) fn enqueue_outcome(&mut self, slot: Slot) {
         self.outcomes.push_back(slot);
     }
 
-    /// Removes all claims that were not sent.
+    /// Takes all queued claims.
     pub(super) fn take_claims(&mut self) -> VecDeque<Slot> {
         std::mem::take(&mut self.claims)
     }
 
-    /// Claims that were sent and are not answered.
+    /// The number of claims that were sent and are not answered.
     #[inline]
     pub(super) fn claims_sent(&self) -> usize {
         self.claims_sent
     }
 
-    /// The store is misconfigured. Returns whether it was not before.
-    pub(super) fn misconfigured(&mut self) -> bool {
+    /// Records that the store is misconfigured. Returns whether this is the first report.
+    pub(super) fn set_misconfigured(&mut self) -> bool {
         !std::mem::replace(&mut self.misconfigured, true)
     }
 
@@ -112,23 +115,24 @@ impl StoreBatcher {
         self.misconfigured
     }
 
-    /// Whether all late completions are recorded, or cannot be because the store is misconfigured.
-    pub(super) fn has_recorded_all(&self) -> bool {
+    /// Whether no batch is unanswered, and all late completions are recorded or, because the store
+    /// is misconfigured, cannot be.
+    pub(super) fn has_recorded_late_completions(&self) -> bool {
         (self.late.is_empty() || self.misconfigured) && self.applies.is_empty()
     }
 
     /// How many batches may be in progress now; `None` while the breaker is open.
     pub(super) fn max_batches(&self, now: Instant) -> Option<usize> {
-        match self.breaker.decide(now) {
-            BreakerDecision::Ask => Some(self.max_batches),
-            BreakerDecision::TryOnce => Some(1),
-            BreakerDecision::Wait => None,
+        match self.breaker.state(now) {
+            BreakerState::Closed => Some(self.max_batches),
+            BreakerState::HalfOpen => Some(1),
+            BreakerState::Open => None,
         }
     }
 
-    /// Sends what is due, in up to `max_batches` batches. `operation` returns the operation of a
-    /// delivery, or `None` if it was settled; a claim for which `may_claim` is false stays
-    /// queued, in order.
+    /// Sends the operations that are due, until `max_batches` batches are in progress. `operation`
+    /// returns the operation of a delivery, or `None` if the delivery was settled. A claim for
+    /// which `may_claim` returns false stays queued, in order.
     pub(super) fn send(
         &mut self,
         max_batches: usize,
@@ -150,15 +154,15 @@ impl StoreBatcher {
                 slots.resize(operations.len(), None);
             }
             let before_claims = operations.len();
-            let (mut left, mut held_back) = (self.max_operations, Vec::new());
-            while left > 0
+            let (mut capacity, mut held_back) = (self.max_operations, Vec::new());
+            while capacity > 0
                 && let Some(slot) = self.claims.pop_front()
             {
                 if !may_claim(slot, &self.late) {
                     held_back.push(slot);
                     continue;
                 }
-                left -= 1;
+                capacity -= 1;
                 if let Some(claim) = operation(slot) {
                     slots.push(Some(slot));
                     operations.push(claim);
@@ -195,8 +199,8 @@ impl StoreBatcher {
         }
     }
 
-    /// The answers of a batch were processed.
-    pub(super) fn processed(&mut self, batch: AnsweredBatch) {
+    /// Ends a batch whose answers were processed, and keeps its vectors.
+    pub(super) fn finish_batch(&mut self, batch: AnsweredBatch) {
         let AnsweredBatch {
             mut slots,
             mut operations,
@@ -209,8 +213,8 @@ impl StoreBatcher {
         self.spare = (slots, operations);
     }
 
-    /// When to try again to send what could not be sent now; `None` if nothing waits for that, or a
-    /// batch is unanswered.
+    /// When to try again to send the queued operations; `None` if no operation waits for the
+    /// breaker, or a batch is unanswered (its answer wakes the loop).
     pub(super) fn next_try_at(
         &self,
         may_claim: impl Fn(Slot, &LateCompletions) -> bool,
@@ -228,8 +232,9 @@ impl StoreBatcher {
         late.into_iter().chain(retry).min()
     }
 
-    /// Processes the answer to an operation of a message that was handled without a claim: its
-    /// claim is followed by its completion. `longest_pause` bounds the pause after an error.
+    /// Processes the answer to an operation of a late completion: after its claim was granted, its
+    /// completion is queued. The pause after an error is 1 s, or `longest_pause` if that is
+    /// shorter.
     pub(super) fn on_late_answer(
         &mut self,
         operation: &Operation,
@@ -339,7 +344,7 @@ mod tests {
         let sent = batch.slots.iter().zip(&batch.operations);
         let sent = sent.map(|(slot, it)| (slot.map_or(usize::MAX, |slot| slot.index), it.ask));
         let sent = sent.collect();
-        batcher.processed(batch);
+        batcher.finish_batch(batch);
         assert_eq!(batcher.claims_sent(), 0);
         sent
     }
@@ -384,16 +389,16 @@ mod tests {
         let claim = operation(7, Ask::Claim);
         assert!(batcher.late.add(claim.clone()).is_ok());
         for expected in [Ask::Claim, Ask::Complete] {
-            assert!(batcher.late.hold_back(&claim.key) && !batcher.has_recorded_all());
+            assert!(batcher.late.must_wait(&claim.key) && !batcher.has_recorded_late_completions());
             batcher.send(1, Instant::now(), |_, _| true, |_| None);
             let batch = batcher.try_answered().expect("the memory store answers");
             assert_eq!((batch.operations[0].ask, batch.slots[0]), (expected, None));
             for (operation, answer) in batch.operations.iter().zip(&batch.answers) {
                 batcher.on_late_answer(operation, answer, Instant::now(), Duration::ZERO);
             }
-            batcher.processed(batch);
+            batcher.finish_batch(batch);
         }
-        assert!(batcher.late.is_settled() && batcher.has_recorded_all());
+        assert!(batcher.late.all_confirmed() && batcher.has_recorded_late_completions());
     }
 
     #[test]

@@ -1,23 +1,23 @@
-//! Which deliveries run apart from all others, because one of them may be the one that crashes the
-//! process.
+//! Selects the deliveries that run in isolation, because one of them may crash the process.
 
 use std::collections::VecDeque;
 
 use crate::lifecycle::Isolation;
 use crate::slots::Slot;
 
-/// The suspects, which are deliveries that at least two processes crashed with: those that run apart
-/// from all others, and those that wait for it.
+/// The suspects: deliveries of messages during whose handling at least two processes crashed. The
+/// admitted ones run in isolation, the others wait for that.
 ///
-/// While any run apart, no other delivery is claimed, so that a crash is counted for these alone.
-/// A process that crashes with n deliveries in flight leaves n suspects. After two crashes they run
-/// in groups of √n. After three, the first one runs alone, and each group that finishes doubles the
-/// size of the next: n suspects take the time of about log₂ n handlers if none of them crashes.
+/// While suspects are admitted, no other delivery is claimed, so that a crash is counted for the
+/// admitted ones only. If two processes crash with the same n deliveries in flight, there are n
+/// suspects. After two crashes they run in groups of at most √`max_in_flight`. After three crashes
+/// the first one runs alone, and each group that finishes doubles the size of the next: n suspects
+/// take the time of about log₂ n handlers if no process crashes.
 #[derive(Debug)]
 pub(super) struct Suspects {
-    /// Those that may claim and run.
+    /// The suspects that may claim and run.
     admitted: Vec<(Slot, Isolation)>,
-    /// Those that wait. They hold no claim.
+    /// The suspects that wait until they are admitted. They hold no claim.
     waiting: VecDeque<Slot>,
     /// The maximum size of a group after two crashes.
     group: usize,
@@ -38,37 +38,42 @@ impl Suspects {
         }
     }
 
-    /// Whether any delivery runs apart from the others.
-    pub(super) fn any(&self) -> bool {
+    /// Whether any suspect is admitted.
+    pub(super) fn has_admitted(&self) -> bool {
         !self.admitted.is_empty()
     }
 
-    /// Those that may claim and run.
+    /// The suspects that may claim and run.
     pub(super) fn admitted(&self) -> impl Iterator<Item = Slot> {
         self.admitted.iter().map(|(slot, _)| *slot)
     }
 
-    /// Whether this delivery may not be claimed now.
-    pub(super) fn exclude(&self, slot: Slot) -> bool {
-        self.any() && !self.admitted().any(|it| it == slot)
+    /// Whether this delivery must not be claimed now, because suspects are admitted and it is not
+    /// one of them.
+    pub(super) fn excludes(&self, slot: Slot) -> bool {
+        self.has_admitted() && !self.admitted().any(|admitted| admitted == slot)
     }
 
-    /// Admits a delivery, if those that are admitted permit it.
+    /// Admits a suspect, if fewer others are admitted than the limits of all of them allow. Returns
+    /// whether it is admitted.
     pub(super) fn admit(&mut self, slot: Slot, isolation: Isolation) -> bool {
-        let others = self.admitted.iter().filter(|(it, _)| *it != slot);
+        let others = self
+            .admitted
+            .iter()
+            .filter(|(admitted, _)| *admitted != slot);
         let limit = others
             .clone()
             .map(|(_, isolation)| self.limit(*isolation))
             .fold(self.limit(isolation), usize::min);
         let fits = others.count() < limit;
         if fits {
-            self.admitted.retain(|(it, _)| *it != slot);
+            self.admitted.retain(|(admitted, _)| *admitted != slot);
             self.admitted.push((slot, isolation));
         }
         fits
     }
 
-    /// The maximum size of a group that includes such a suspect.
+    /// The maximum number of suspects that run together with one that has this isolation.
     fn limit(&self, isolation: Isolation) -> usize {
         match isolation {
             Isolation::Group => self.group.max(self.growing_group),
@@ -77,25 +82,25 @@ impl Suspects {
         }
     }
 
-    /// Lets a delivery wait until those that are admitted have ended.
-    pub(super) fn wait(&mut self, slot: Slot) {
+    /// Queues a suspect until the admitted ones have finished.
+    pub(super) fn queue(&mut self, slot: Slot) {
         self.waiting.push_back(slot);
     }
 
-    /// The first that waits.
+    /// The first waiting suspect.
     pub(super) fn first_waiting(&self) -> Option<Slot> {
         self.waiting.front().copied()
     }
 
-    /// Removes the first that waits.
+    /// Removes the first waiting suspect.
     pub(super) fn pop_waiting(&mut self) {
         self.waiting.pop_front();
     }
 
-    /// Removes a delivery from the admitted ones. Returns whether it was one.
+    /// Removes a suspect that has finished. Returns whether the delivery was an admitted suspect.
     pub(super) fn remove(&mut self, slot: Slot) -> bool {
         let before = self.admitted.len();
-        self.admitted.retain(|(it, _)| *it != slot);
+        self.admitted.retain(|(admitted, _)| *admitted != slot);
         if self.admitted.len() == before {
             return false;
         }

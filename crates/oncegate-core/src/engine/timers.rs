@@ -1,4 +1,4 @@
-//! When deliveries wake up.
+//! The alarms of deliveries.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use crate::marker::Token;
 use crate::slots::Slot;
 
-/// The alarms of deliveries that pause or back off.
+/// The alarms of deliveries that pause, back off, or wait to repeat an operation.
 ///
-/// An alarm belongs to a turn of its delivery, and the engine ignores it in any other: alarms are
-/// never removed before they are due.
+/// Each alarm has the generation that its delivery had when the alarm was set. The engine ignores
+/// an alarm of an earlier generation, so alarms are never removed before they are due.
 pub(super) struct Timers {
     alarms: BinaryHeap<Reverse<(Instant, Slot, u32)>>,
     /// The state of a pseudo-random generator (xorshift), never 0.
@@ -25,15 +25,15 @@ impl Timers {
         }
     }
 
-    /// Sets an alarm, with 25 % jitter, so that deliveries that failed together are not retried
-    /// together.
-    pub(super) fn set(&mut self, slot: Slot, turn: u32, now: Instant, after: Duration) {
+    /// Sets an alarm after 75 % to 125 % of this time, so that deliveries that failed together are
+    /// not retried together.
+    pub(super) fn set(&mut self, slot: Slot, generation: u32, now: Instant, after: Duration) {
         self.jitter ^= self.jitter << 13;
         self.jitter ^= self.jitter >> 7;
         self.jitter ^= self.jitter << 17;
         let factor = 0.75 + (self.jitter >> 11) as f64 / (1u64 << 53) as f64 / 2.0;
         self.alarms
-            .push(Reverse((now + after.mul_f64(factor), slot, turn)));
+            .push(Reverse((now + after.mul_f64(factor), slot, generation)));
     }
 
     /// When the next alarm is due.
@@ -41,12 +41,12 @@ impl Timers {
         self.alarms.peek().map(|Reverse((at, ..))| *at)
     }
 
-    /// Removes the next alarm that is due: its delivery and turn.
+    /// Removes the next alarm that is due. Returns its delivery and generation.
     pub(super) fn pop_due(&mut self, now: Instant) -> Option<(Slot, u32)> {
         self.next().filter(|at| *at <= now)?;
         self.alarms
             .pop()
-            .map(|Reverse((_, slot, turn))| (slot, turn))
+            .map(|Reverse((_, slot, generation))| (slot, generation))
     }
 }
 
@@ -62,14 +62,14 @@ mod tests {
         let (late, early) = (slots.insert(()), slots.insert(()));
         let second = Duration::from_secs(1);
         timers.set(late, 1, now, second * 100);
-        for turn in 0..100 {
-            timers.set(early, turn, now, second);
+        for generation in 0..100 {
+            timers.set(early, generation, now, second);
         }
         assert_eq!(timers.pop_due(now + second * 3 / 4 - second / 1000), None);
         let mut due = Vec::new();
-        while let Some((slot, turn)) = timers.pop_due(now + second * 5 / 4) {
+        while let Some((slot, generation)) = timers.pop_due(now + second * 5 / 4) {
             assert_eq!(slot, early);
-            due.push(turn);
+            due.push(generation);
         }
         assert_eq!(due.len(), 100);
         assert!(!due.is_sorted(), "there is no jitter");

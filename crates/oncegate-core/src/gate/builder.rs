@@ -18,8 +18,8 @@ use crate::settings::{Settings, VolatileStore};
 use crate::slots::Slots;
 use crate::store::Store;
 
-/// The number of concurrent runs for which memory is allocated at once; more are allocated when they
-/// start.
+/// The number of concurrent runs for which memory is allocated at once; more are allocated when
+/// they start.
 const INITIAL_SLOTS: usize = 16;
 
 /// Builds a [`Gate`].
@@ -33,7 +33,7 @@ pub struct GateBuilder<T> {
 }
 
 impl<T> GateBuilder<T> {
-    /// The store that remembers ids.
+    /// The store, which keeps the marker of each id.
     pub fn store<T2: Store + 'static>(self, store: T2) -> GateBuilder<T2> {
         GateBuilder {
             store,
@@ -43,15 +43,15 @@ impl<T> GateBuilder<T> {
         }
     }
 
-    /// The guarantee: what follows when it is unknown whether the work happened. Default:
-    /// effectively once.
+    /// The guarantee, which decides whether the work runs again when it is unknown whether it
+    /// happened. Default: effectively once.
     pub fn guarantee(mut self, guarantee: Guarantee) -> Self {
         self.settings.guarantee = guarantee;
         self
     }
 
-    /// Separates this gate from others on the same store: without a scope, they share ids. 1 to 100
-    /// bytes of `[A-Za-z0-9._:@/+=-]`.
+    /// The name of this gate in its keys in the store: without a scope, gates that share a store
+    /// share ids. 1 to 100 bytes of `[A-Za-z0-9._:@/+=-]`.
     pub fn scope(mut self, scope: impl Into<String>) -> Self {
         self.scope = Some(scope.into());
         self
@@ -75,14 +75,15 @@ impl<T> GateBuilder<T> {
         self
     }
 
-    /// The maximum number of inline retries after [`Failure::Retry`](crate::Failure::Retry). Default: 3.
+    /// The maximum number of inline retries after [`Failure::Retry`](crate::Failure::Retry).
+    /// Default: 3.
     pub fn max_inline_retries(mut self, retries: u32) -> Self {
         self.settings.max_inline_retries = retries;
         self
     }
 
-    /// The first and the longest pause before a retry, the longest at least as long as the first.
-    /// Default: 100 ms and 10 s.
+    /// The first and the longest pause before a retry; the longest must not be shorter. Default:
+    /// 100 ms and 10 s.
     pub fn backoff(mut self, first: Duration, longest: Duration) -> Self {
         (self.settings.backoff, self.settings.longest_backoff) = (first, longest);
         self
@@ -124,7 +125,8 @@ impl<T> GateBuilder<T> {
         }
         let store: Arc<dyn Store> = Arc::new(store);
         preflight(&*store, &settings).await?;
-        // Nothing receives lost leases: `run::bounded`, which polls the work, checks its lease.
+        // Nothing receives lost leases, because `run::bounded` checks the lease while it polls the
+        // work.
         let (lost_leases, _) = unbounded_channel();
         let renewals = Renewals::start(
             store.clone(),

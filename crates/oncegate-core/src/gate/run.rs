@@ -23,11 +23,11 @@ use crate::slots::Slot;
 use crate::spans;
 use crate::store::StoreError;
 
-/// How many operations in a row may have no answer, or not be sent to a store that does not answer,
-/// before a run is abandoned.
+/// The maximum number of consecutive operations that the store does not answer, or that the breaker
+/// does not let through, before a run is abandoned.
 const MAX_UNANSWERED: u32 = 5;
 
-/// The longest pause between two claims of a run that waits for another holder.
+/// The longest pause before a run that waits for another holder repeats its claim.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// One call of [`Gate::run`].
@@ -36,7 +36,7 @@ pub(super) struct GuardedRun<'a, T> {
     id: MessageId,
     slot: Slot,
     driver: LifecycleDriver,
-    /// The grant, with its lease.
+    /// The record of the granted claim, with its lease.
     grant: Option<Arc<SharedDelivery>>,
     result: Option<T>,
     failure: Option<Failure>,
@@ -80,7 +80,7 @@ impl<'a, T> GuardedRun<'a, T> {
         let mut unanswered = 0;
         loop {
             let stage_before = self.driver.stage();
-            self.gate.0.outcomes.happened(event);
+            self.gate.0.outcomes.count_event(event);
             event = match self.driver.handle(event, &policy, |_| Token::random()) {
                 DriverCommand::Apply => match self.driver.stage().pending_ask() {
                     Some(ask) => self.apply(ask).await,
@@ -88,7 +88,7 @@ impl<'a, T> GuardedRun<'a, T> {
                 },
                 DriverCommand::AwaitRun if self.lease_is_over() => Event::LeaseOver,
                 DriverCommand::AwaitRun => Event::MayRun,
-                // The part of the work before its first await may panic, too.
+                // The `async` block makes the run catch a panic of `work` itself, too.
                 DriverCommand::Run => self.run_work(async { work().await }).await,
                 DriverCommand::Reconcile => Event::CannotReconcile,
                 DriverCommand::Wake(after)
@@ -97,9 +97,9 @@ impl<'a, T> GuardedRun<'a, T> {
                         Stage::AwaitingClaim(_, _, ClaimReply::Answered)
                     ) =>
                 {
-                    let left = give_up_at.saturating_duration_since(Instant::now());
-                    tokio::time::sleep(after.min(left).min(MAX_POLL_INTERVAL)).await;
-                    if left.is_zero() {
+                    let remaining = give_up_at.saturating_duration_since(Instant::now());
+                    tokio::time::sleep(after.min(remaining).min(MAX_POLL_INTERVAL)).await;
+                    if remaining.is_zero() {
                         Event::Drain
                     } else {
                         Event::Woke
@@ -121,8 +121,8 @@ impl<'a, T> GuardedRun<'a, T> {
                     let settlement = Settlement::Release { after, failures };
                     return self.result_of(stage_before, settlement);
                 }
-                // `Abandon` follows `StopNow`. The others do not occur: a gate does not isolate ids
-                // whose runs crash.
+                // `Abandon` follows `StopNow`. The other two do not occur, because a gate does not
+                // run ids in isolation.
                 DriverCommand::AwaitIsolation | DriverCommand::Nothing | DriverCommand::Abandon => {
                     return Err(self.no_result());
                 }
@@ -140,7 +140,8 @@ impl<'a, T> GuardedRun<'a, T> {
         }
     }
 
-    /// Applies an operation to the store. Starts to renew the lease that it grants.
+    /// Applies an operation to the store and returns its event. If it is a granted claim, starts to
+    /// renew the lease.
     async fn apply(&mut self, ask: Ask) -> Event {
         if !self.gate.0.may_send().await {
             let unavailable =
@@ -188,7 +189,7 @@ impl<'a, T> GuardedRun<'a, T> {
                 if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
                     && guarantee != Guarantee::Bare
                 {
-                    let renew_until = sent + settings.longest_hold();
+                    let renew_until = sent + settings.max_renewal_time();
                     let grant = Arc::new(SharedDelivery {
                         id: Some(self.id.clone()),
                         message: None,
@@ -271,6 +272,7 @@ impl<'a, T> GuardedRun<'a, T> {
         Outcome::Unknown(cause)
     }
 
+    /// The result of a run that ended with this settlement, in the stage after `stage_before`.
     fn result_of(
         mut self,
         stage_before: Stage,
@@ -283,7 +285,8 @@ impl<'a, T> GuardedRun<'a, T> {
                 || "an earlier run was interrupted".into(),
                 |failure| failure.to_string(),
             );
-            // With another guarantee the next call runs the work again: there is nothing to resolve.
+            // With another guarantee the next call runs the work again: there is nothing to
+            // resolve.
             GateError::InDoubt(if guarantee == Guarantee::AtMostOnce {
                 format!(
                     "{why}; id {id}: check whether it happened, then run `oncegate in-doubt resolve {id} --happened` or \
@@ -330,8 +333,8 @@ impl<'a, T> GuardedRun<'a, T> {
 }
 
 impl<T> Drop for GuardedRun<'_, T> {
-    /// Stops renewing the lease. If the caller dropped the future while the work ran, the lease then
-    /// ends without a recorded outcome.
+    /// Stops renewing the lease. If the caller dropped the future while the work ran, the lease
+    /// then ends without a recorded outcome.
     fn drop(&mut self) {
         let ended = std::iter::once(self.slot.index);
         self.gate.0.renewals.update(ended, std::iter::empty());

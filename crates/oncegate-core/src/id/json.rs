@@ -1,4 +1,4 @@
-//! Reads an id from a JSON body without allocating the rest of it.
+//! Reads an id from a JSON body, without allocating memory for the other fields.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -8,13 +8,14 @@ use serde_json::value::RawValue;
 
 use super::NoId;
 
-/// The maximum length of a whole number, in digits: written out, `1e999999999` would fill the memory.
+/// The maximum number of digits of a whole number. Without it, the digits of `1e999999999` would
+/// take a gigabyte.
 const LONGEST_NUMBER: usize = 200;
 
-/// The text of the id at this pointer (RFC 6901).
+/// Reads the id at a JSON pointer (RFC 6901), as text.
 pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
     let unusable =
-        |found: &str| NoId::Unusable(format!("the id at JSON pointer `{pointer}` {found}"));
+        |problem: &str| NoId::Unusable(format!("the id at JSON pointer `{pointer}` {problem}"));
     let path: Vec<String> = pointer
         .split('/')
         .skip(1)
@@ -24,7 +25,7 @@ pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
     let found = PathReader(&path)
         .deserialize(&mut json)
         .and_then(|found| json.end().map(|()| found));
-    // The full text may quote the payload; line and column do not.
+    // The text of the error may quote the body; its line and column do not.
     let found = found.map_err(|error| {
         unusable(&format!(
             "was not found: no JSON at line {}, column {}",
@@ -33,7 +34,7 @@ pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
         ))
     })?;
     let raw = match found {
-        PathValue::Nothing => return Err(NoId::Missing),
+        PathValue::Absent => return Err(NoId::Missing),
         PathValue::Twice => {
             return Err(unusable(
                 "is ambiguous: a name on its path occurs twice in one object",
@@ -48,7 +49,7 @@ pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
         Some(b'n') => Err(NoId::Missing),
         Some(b'{') => Err(unusable("is an object: name the field in it")),
         Some(b'[') => Err(unusable("is a list: name the element in it")),
-        Some(b't' | b'f') => Err(unusable("is a truth value")),
+        Some(b't' | b'f') => Err(unusable("is a boolean")),
         _ => whole_number(raw)
             .ok_or_else(|| unusable("is a number that is not whole, or has more than 200 digits")),
     }
@@ -59,8 +60,8 @@ pub(crate) fn without_byte_order_mark(body: &[u8]) -> &[u8] {
     body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body)
 }
 
-/// The digits of a whole number of any size, however it is written: `1`, `1.0`, `10e-1` and `1e0`
-/// are one id.
+/// The sign and the digits of a whole number: `1`, `1.0`, `10e-1` and `1e0` all become `1`. `None`
+/// for a fraction, and for more than [`LONGEST_NUMBER`] digits.
 fn whole_number(number: &str) -> Option<String> {
     let (sign, number) = number
         .strip_prefix('-')
@@ -99,9 +100,12 @@ fn whole_number(number: &str) -> Option<String> {
 
 /// The value at a path.
 enum PathValue<'de> {
-    Nothing,
+    /// The body has no value at the path.
+    Absent,
+    /// The body has one value at the path.
     Once(&'de RawValue),
-    /// The path has a field that occurs twice. JSON readers differ in which of them they use.
+    /// A field of the path occurs twice in its object. JSON parsers differ in which of the two
+    /// values they use.
     Twice,
 }
 
@@ -132,7 +136,7 @@ impl<'de> Visitor<'de> for PathReader<'_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PathValue<'de>, A::Error> {
         let Some((first, remaining_path)) = self.0.split_first() else {
-            return Ok(PathValue::Nothing);
+            return Ok(PathValue::Absent);
         };
         let mut found = None;
         while let Some(name) = map.next_key::<FieldName<'de>>()? {
@@ -145,19 +149,19 @@ impl<'de> Visitor<'de> for PathReader<'_> {
                 found = Some(PathValue::Twice);
             }
         }
-        Ok(found.unwrap_or(PathValue::Nothing))
+        Ok(found.unwrap_or(PathValue::Absent))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<PathValue<'de>, A::Error> {
         let Some((first, remaining_path)) = self.0.split_first() else {
-            return Ok(PathValue::Nothing);
+            return Ok(PathValue::Absent);
         };
-        // RFC 6901: digits without leading zeros.
+        // By RFC 6901 an index has no leading zeros.
         let index = first
             .parse::<usize>()
             .ok()
             .filter(|index| index.to_string() == *first);
-        let mut found = PathValue::Nothing;
+        let mut found = PathValue::Absent;
         for at in 0_usize.. {
             if Some(at) == index {
                 match seq.next_element_seed(PathReader(remaining_path))? {
@@ -172,31 +176,31 @@ impl<'de> Visitor<'de> for PathReader<'_> {
     }
 
     fn visit_bool<E: Error>(self, _: bool) -> Result<PathValue<'de>, E> {
-        Ok(PathValue::Nothing)
+        Ok(PathValue::Absent)
     }
 
     fn visit_i64<E: Error>(self, _: i64) -> Result<PathValue<'de>, E> {
-        Ok(PathValue::Nothing)
+        Ok(PathValue::Absent)
     }
 
     fn visit_u64<E: Error>(self, _: u64) -> Result<PathValue<'de>, E> {
-        Ok(PathValue::Nothing)
+        Ok(PathValue::Absent)
     }
 
     fn visit_f64<E: Error>(self, _: f64) -> Result<PathValue<'de>, E> {
-        Ok(PathValue::Nothing)
+        Ok(PathValue::Absent)
     }
 
     fn visit_str<E: Error>(self, _: &str) -> Result<PathValue<'de>, E> {
-        Ok(PathValue::Nothing)
+        Ok(PathValue::Absent)
     }
 
     fn visit_unit<E: Error>(self) -> Result<PathValue<'de>, E> {
-        Ok(PathValue::Nothing)
+        Ok(PathValue::Absent)
     }
 }
 
-/// The name of a field, borrowed where nothing in it is escaped.
+/// The name of a field: a slice of the body, or a copy if the name has escape sequences.
 #[derive(serde::Deserialize)]
 struct FieldName<'a>(#[serde(borrow)] Cow<'a, str>);
 
@@ -250,7 +254,7 @@ mod tests {
             (too_long.as_str(), "200 digits"),
             ("{}", "is an object"),
             (r#"["a"]"#, "is a list"),
-            ("true", "truth value"),
+            ("true", "boolean"),
             (r#""\ud800""#, "not Unicode"),
             (r#""a","id":"b""#, "ambiguous"),
             (r#""a","id":"a""#, "ambiguous"),

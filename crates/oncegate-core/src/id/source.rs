@@ -1,4 +1,4 @@
-//! How the idempotency key of a message is read.
+//! Reads the idempotency key (the id) of a message.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ pub enum NoId {
     /// The value that the id is read from is absent, null or empty.
     #[error("the message has no id")]
     Missing,
-    /// The value cannot be an id, or there are two different values. The text says what was found,
-    /// without quoting the message.
+    /// The value cannot be an id, or there are two different values. The text says why, and does
+    /// not quote the message.
     #[error("{0}")]
     Unusable(String),
 }
@@ -31,7 +31,7 @@ pub struct IdSource(IdReader);
 #[doc(hidden)]
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not say where the id is read from",
-    label = "this is no `IdSource`",
+    label = "this is not an `IdSource`",
     note = "pass `IdSource::header(\"…\")`, `IdSource::message_id()`, `IdSource::key()`, `IdSource::json_pointer(\"/…\")`, `IdSource::body_hash()` or `IdSource::by(|message| …)`"
 )]
 pub trait IntoIdSource {
@@ -45,8 +45,10 @@ impl IntoIdSource for IdSource {
     }
 }
 
+/// A user's function that reads an id: [`IdSource::by`].
 type ReadId = dyn Fn(&Message) -> Option<Vec<u8>> + Send + Sync;
 
+/// The part of a message that contains the id.
 #[derive(Clone)]
 enum IdReader {
     Header(Arc<str>),
@@ -99,8 +101,9 @@ impl IdSource {
         Self(IdReader::MessageId)
     }
 
-    /// The Kafka record key (the routing key on AMQP). Use it only if each key is sent once. A routing
-    /// key that is the name of the queue, as with the default exchange, is an unusable id.
+    /// The Kafka record key (the routing key on AMQP). Use it only if no two different messages
+    /// have the same key. A routing key that is the name of the queue, as with the default
+    /// exchange, is an unusable id.
     pub fn key() -> Self {
         Self(IdReader::Key)
     }
@@ -108,10 +111,10 @@ impl IdSource {
     /// A string or a whole number in the JSON body, by its pointer (RFC 6901), such as
     /// `/payment/id`.
     ///
-    /// A number of any size is taken as written, up to 200 digits; `7`, `7.0` and `7e0` are the id
-    /// `7`. A byte order mark before the JSON is skipped. `null` is a missing id. An object, a
-    /// fraction, a body that is not JSON, and a field of the path that occurs twice in its object
-    /// are an unusable id.
+    /// A whole number becomes its digits, at most 200: `7`, `7.0` and `7e0` are the id `7`. A byte
+    /// order mark before the JSON is skipped. `null` is a missing id. An object, a fraction, a body
+    /// that is not JSON, and a field of the path that occurs twice in its object are an unusable
+    /// id.
     ///
     /// The consumer does not start with a pointer that does not begin with `/`, or that has a `~`
     /// without `0` or `1` after it. The empty pointer is the whole body.
@@ -119,7 +122,8 @@ impl IdSource {
         Self(IdReader::JsonPointer(Arc::from(pointer)))
     }
 
-    /// Validates the name of a header and the syntax of a JSON pointer. The error says what is wrong.
+    /// Validates the name of a header and the syntax of a JSON pointer. The error says what is
+    /// wrong.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.0.check()
     }
@@ -128,14 +132,14 @@ impl IdSource {
     ///
     /// [`Connect::check_id`]: crate::source::Connect::check_id
     pub fn reads_message_id(&self) -> bool {
-        matches!(self.0.plain(), IdReader::MessageId)
+        matches!(self.0.unhashed(), IdReader::MessageId)
     }
 
     /// Whether ids are [positions](Self::position): see [`Connect::check_id`].
     ///
     /// [`Connect::check_id`]: crate::source::Connect::check_id
     pub fn reads_position(&self) -> bool {
-        matches!(self.0.plain(), IdReader::Position)
+        matches!(self.0.unhashed(), IdReader::Position)
     }
 
     /// The SHA-256 of the body: two messages are the same if their bodies are.
@@ -158,10 +162,11 @@ impl IdSource {
     /// or log of oncegate shows them. The message itself, and its dead letter, still contain what
     /// the producer wrote.
     ///
-    /// The hash has no secret: someone who can guess an id (a telephone number, for example) can
-    /// check whether it was handled. To look an id up or to forget it, hash it the same way:
-    /// `printf %s ID | sha256sum`. A consumer that starts to hash does not recognise ids that it
-    /// handled before; make sure that no message is delivered both before and after that change.
+    /// The hash has no secret key: someone who can guess an id (a telephone number, for example)
+    /// can check whether it was handled. To look an id up or to forget it, hash it the same way:
+    /// `printf %s ID | sha256sum`. A consumer does not recognise the ids that it handled before
+    /// `hashed` was added; make sure that no message is delivered both before and after that
+    /// change.
     pub fn hashed(self) -> Self {
         match self.0 {
             IdReader::Hashed(_) => self,
@@ -184,10 +189,10 @@ impl IdSource {
 }
 
 impl IdReader {
-    /// What is read before it is hashed.
-    fn plain(&self) -> &Self {
+    /// The reader without [`IdSource::hashed`].
+    fn unhashed(&self) -> &Self {
         match self {
-            Self::Hashed(read) => read.plain(),
+            Self::Hashed(read) => read.unhashed(),
             other => other,
         }
     }
@@ -241,7 +246,7 @@ fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a
     let mut values = message
         .headers
         .iter()
-        .filter(|(found, _)| *found == name.as_bytes())
+        .filter(|(header, _)| *header == name.as_bytes())
         .map(|(_, value)| value);
     let first = values.next().flatten();
     if values.any(|value| value != first) {
@@ -249,9 +254,10 @@ fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a
             "header `{name}` is ambiguous: it occurs several times with different values"
         )));
     }
-    // All messages with the same one would have one id, and all but the first would be skipped.
+    // All messages with `true` would have one id, and all but the first would be skipped as
+    // duplicates.
     if let Some(b"true" | b"false") = first {
-        return Err(NoId::Unusable(format!("header `{name}` is a truth value")));
+        return Err(NoId::Unusable(format!("header `{name}` is a boolean")));
     }
     Ok(first)
 }
@@ -292,14 +298,14 @@ mod tests {
 
     /// RabbitMQ has boolean headers, which arrive as text.
     #[test]
-    fn a_truth_value_is_no_id() {
+    fn a_boolean_header_is_an_unusable_id() {
         let read = |value: &'static str| {
             let message = Message::new("").with_header("id", value);
             IdSource::header("id").read(&message)
         };
         for value in ["true", "false"] {
             assert!(
-                matches!(read(value), Err(NoId::Unusable(text)) if text.contains("truth value")),
+                matches!(read(value), Err(NoId::Unusable(text)) if text.contains("boolean")),
                 "{value}"
             );
         }
@@ -307,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_routing_key_that_all_messages_of_the_queue_have_is_no_id() {
+    fn the_routing_key_of_the_default_exchange_is_an_unusable_id() {
         let message = |name: &str, position| Message {
             origin: Origin {
                 name: name.into(),

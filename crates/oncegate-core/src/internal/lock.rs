@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A mutex that can be locked after a panic of a thread that held it. Use it only for data that is
-/// consistent at each point where its holder may panic.
+/// A mutex that can still be locked after a thread panicked while it held the lock. Use it only for
+/// data that is consistent wherever the holder may panic.
 #[derive(Debug, Default)]
 pub struct Lock<T>(Mutex<T>);
 

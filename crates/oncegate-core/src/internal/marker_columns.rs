@@ -1,32 +1,33 @@
-//! A marker as the columns of a row, the same in each SQL database.
+//! A marker as the columns of a row, which are the same in SQLite and PostgreSQL.
 
 use std::time::Duration;
 
 use crate::marker::{Age, Attempts, Doubt, Effect, Fingerprint, Guarantee, Hold, Marker, Token};
 
-/// The columns of a marker other than its key and its expiry. A column that the state does not use is
-/// `None`.
+/// The columns of a marker other than its key and its expiry. A column that the state does not use
+/// is `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MarkerColumns {
     /// 0 done, 1 cleared, 2 in progress, 3 in doubt, 4 in doubt and being reconciled, 5 rejected.
     pub state: i16,
-    /// Below 10^18.
+    /// The fingerprint of the body, from 0 to below 10^18.
     pub fingerprint: Option<i64>,
     /// The number of the last attempt.
     pub attempt: Option<i64>,
-    /// How many attempts are not counted.
+    /// How many attempts do not count towards `max_attempts`.
     pub base: Option<i64>,
-    /// How many leases ended without an outcome.
+    /// How many leases ended without a recorded outcome.
     pub crashes: Option<i64>,
-    /// 0 nothing, 1 unknown.
+    /// What the attempts may have done: 0 nothing, 1 unknown.
     pub effect: Option<i16>,
-    /// The claim that holds the id.
+    /// The token of the claim that holds the id.
     pub token: Option<u128>,
-    /// In milliseconds.
+    /// The lease of that claim, in milliseconds.
     pub lease: Option<i64>,
     /// The time from the last write to the expiry, in milliseconds.
     pub horizon: Option<i64>,
-    /// 0 at most once, 1 effectively once, 2 bare. Only in states 2 to 4.
+    /// The guarantee of that claim: 0 at most once, 1 effectively once, 2 bare. Only in states 2 to
+    /// 4.
     pub guarantee: Option<i16>,
 }
 
@@ -48,7 +49,7 @@ impl MarkerColumns {
         };
         let mut row = Self {
             state,
-            fingerprint: fingerprint.map(|it| it.get() as i64),
+            fingerprint: fingerprint.map(|fingerprint| fingerprint.get() as i64),
             ..Self::default()
         };
         match marker {
@@ -80,10 +81,10 @@ impl MarkerColumns {
         });
     }
 
-    /// The marker of the columns.
+    /// Reads the marker from the columns.
     ///
     /// # Errors
-    /// [`UnreadableRow`].
+    /// [`UnreadableRow`] if this release cannot have written the columns.
     pub fn marker(&self) -> Result<Marker, UnreadableRow> {
         let fingerprint = match self.fingerprint.map(u64::try_from) {
             None => None,
@@ -107,9 +108,9 @@ impl MarkerColumns {
         })
     }
 
-    /// The age of a marker that expires in `left` milliseconds. Unknown if it was written in the
-    /// future, or another program set its expiry. States that do not record
-    /// their age count as new.
+    /// The age of a marker that expires in `left` milliseconds. [`Age::Unknown`] if the expiry is
+    /// later than the horizon allows, because the clock was set back or another program set the
+    /// expiry. Zero in the states without a horizon.
     pub fn age(&self, left: i64) -> Age {
         match self.horizon {
             Some(horizon) if matches!(self.state, 2..=4) => {
@@ -137,7 +138,7 @@ impl MarkerColumns {
     fn hold(&self, fingerprint: Option<Fingerprint>) -> Result<Hold, UnreadableRow> {
         let (attempts, earlier) = self.attempts_and_effect()?;
         let duration = |column: Option<i64>| {
-            let number = column.and_then(|it| u64::try_from(it).ok());
+            let number = column.and_then(|value| u64::try_from(value).ok());
             number.map(Duration::from_millis).ok_or(UnreadableRow)
         };
         Ok(Hold {
@@ -157,13 +158,15 @@ impl MarkerColumns {
     }
 }
 
+/// The number in a column that must not be null.
 fn count(column: Option<i64>) -> Result<u32, UnreadableRow> {
     column
         .and_then(|number| u32::try_from(number).ok())
         .ok_or(UnreadableRow)
 }
 
-/// Rounded up; at most three thousand years, so that sums do not overflow.
+/// A duration in milliseconds, rounded up; at most three thousand years, so that sums do not
+/// overflow.
 pub fn milliseconds(duration: Duration) -> i64 {
     const LONGEST: u128 = 100_000_000_000_000;
     i64::try_from(duration.as_nanos().div_ceil(1_000_000).min(LONGEST))

@@ -1,4 +1,4 @@
-//! Why an operation has no verdict, in a form that can be cloned for many operations.
+//! The reason why an operation has no verdict, which can be cloned for many operations.
 
 use std::error::Error;
 use std::fmt;
@@ -9,17 +9,17 @@ use crate::store::StoreError;
 /// A [`StoreError`] that is `Clone`, because one failed request fails all of its operations.
 #[derive(Clone, Debug)]
 pub enum StoreFailure {
-    /// Nothing was applied; may be repeated.
+    /// The store did not apply the operation; it may be repeated.
     NotApplied(Problem),
-    /// It may have been applied; may be repeated with the same token.
+    /// The store may have applied the operation; it may be repeated with the same token.
     Unknown(Problem),
-    /// The record is no marker; other keys are not affected.
+    /// The value under the key is not a marker; other keys are not affected.
     UnreadableMarker(Problem),
-    /// Fails until an operator changes what the text names.
+    /// The operation fails until an operator changes what the text names.
     Misconfigured(Problem),
 }
 
-/// A message of one line and its source. Must not contain secrets.
+/// An error text of one line, and the error that caused it. Must not contain secrets.
 #[derive(Clone, Debug)]
 pub struct Problem {
     text: Arc<str>,
@@ -37,12 +37,12 @@ impl StoreFailure {
         Self::Unknown(Problem::new(text))
     }
 
-    /// A record that is no marker.
+    /// A failure because the value under a key is not a marker.
     pub fn unreadable_marker(text: impl AsRef<str>) -> Self {
         Self::UnreadableMarker(Problem::new(text))
     }
 
-    /// A failure until the configuration is changed.
+    /// A failure that lasts until an operator changes the configuration.
     pub fn misconfigured(text: impl AsRef<str>) -> Self {
         Self::Misconfigured(Problem::new(text))
     }
@@ -56,8 +56,9 @@ impl StoreFailure {
         }
     }
 
-    /// The failure to report after several servers failed: the first one that may be transient,
-    /// otherwise the first one that needs another configuration.
+    /// Of this failure and one that occurred before it, returns the one to report after requests to
+    /// several servers failed: an earlier transient one, otherwise this one; of two
+    /// `Misconfigured`, the earlier one.
     #[must_use]
     pub fn prefer_retryable(self, before: Option<Self>) -> Self {
         match (before, self) {

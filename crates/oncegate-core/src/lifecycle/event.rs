@@ -22,8 +22,9 @@ pub enum Event {
     UnreadableMarker,
     /// The handler may start.
     MayRun,
-    /// The handler may not start: the message has to run in isolation ([`Policy::isolation`](super::Policy::isolation)), and as
-    /// many isolated messages run as may run together.
+    /// The handler may not start: the message has to run in isolation
+    /// ([`Policy::isolation`](super::Policy::isolation)), and the maximum number of isolated
+    /// messages runs.
     IsolationFull,
     /// The handler ended.
     Returned(Outcome),
@@ -33,7 +34,7 @@ pub enum Event {
     CannotReconcile,
     /// The lease may have ended, or the store reported that it has.
     LeaseOver,
-    /// The pause is over.
+    /// The pause of the stage is over.
     Woke,
     /// The consumer stops, or the partition of the delivery is being revoked.
     Drain,
@@ -44,7 +45,7 @@ pub enum Event {
     StopNow,
 }
 
-/// How a handler ended.
+/// How a run of a handler ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Outcome {
     /// The effect happened.
@@ -57,7 +58,7 @@ pub enum Outcome {
     Unreadable,
     /// The effect may have happened.
     Unknown(DoubtCause),
-    /// The database of the inbox began no transaction, or the reply to a commit was lost: run again.
-    /// The next transaction finds out whether the last one was committed.
+    /// The database of the inbox began no transaction, or the reply to a commit was lost: run
+    /// again. The next transaction finds out whether the last one was committed.
     Unavailable,
 }

@@ -12,8 +12,8 @@ pub enum Outage {
     /// Receive nothing until the store is available again.
     #[default]
     Hold,
-    /// Effectively once only: run handlers without the store, which is at least once during the
-    /// outage, and count these runs.
+    /// Run handlers without the store, and count these runs. Messages are handled at least once
+    /// during the outage. Needs effectively once.
     PassThrough,
 }
 
@@ -30,10 +30,10 @@ pub struct Policy {
     pub max_inline_retries: u32,
     /// The maximum number of `reconcile` calls.
     pub max_reconciles: u32,
-    /// How often the claim of an id that another holder has is repeated before its delivery is
-    /// released.
+    /// The maximum number of repeats of a claim, while another holder has the id, before the
+    /// delivery is released.
     pub max_claim_retries: u32,
-    /// The first pause before a retry; it doubles.
+    /// The first pause before a retry. Each further one is twice as long.
     pub backoff: Duration,
     /// The longest pause before a retry.
     pub longest_backoff: Duration,
@@ -41,7 +41,8 @@ pub struct Policy {
     pub outage: Outage,
 }
 
-/// How often the pause before a retry doubles at most, so that its factor fits into a `u32`.
+/// The maximum number of times that the pause before a retry is doubled, so that the factor fits
+/// into a `u32`.
 const MAX_DOUBLINGS: u32 = 20;
 
 impl Policy {
@@ -53,7 +54,8 @@ impl Policy {
             .min(self.longest_backoff)
     }
 
-    /// How a message is isolated from others, because it may be what crashes processes.
+    /// How a message is isolated from others, because it may cause the crashes of the processes
+    /// that handle it.
     ///
     /// `None` after a single crash: any message that was in flight then may be the cause. A message
     /// runs alone if its next crash would dead-letter it.
@@ -66,7 +68,7 @@ impl Policy {
         }
     }
 
-    /// Whether this attempt is the last one.
+    /// Whether no attempt is left after this one.
     pub(super) fn is_last_attempt(&self, grant: Grant) -> bool {
         grant.spent() >= self.max_attempts
     }
@@ -77,12 +79,13 @@ impl Policy {
     }
 }
 
-/// How a message runs that may be what crashes processes.
+/// How a message runs that may cause the crashes of the processes that handle it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Isolation {
-    /// Together with a few other such messages only.
+    /// Only together with other such messages, in groups of a fixed maximum size.
     Group,
-    /// Together with other such messages only: as many as have finished without a crash.
+    /// Only together with other such messages, in groups that start with one message and double in
+    /// size after each group that finishes without a crash.
     GrowingGroup,
     /// Alone in its process.
     Alone,

@@ -1,4 +1,4 @@
-//! How a delivery ends at its broker, and why.
+//! How a delivery is settled at its broker, and the reasons of a rejection.
 
 use std::time::Duration;
 
@@ -20,21 +20,27 @@ pub enum Settlement {
     Reject(Reason),
 }
 
-/// Proves that a delivery may be accepted. Only [`transition`](super::transition) creates one, from a verdict of the
-/// store or from a run without the store.
+/// Proves that a delivery may be accepted. Only [`transition`](super::transition) creates one, from
+/// a verdict of the store or from a run without the store.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub struct Proof(pub(super) ProofKind);
 
+/// Why a delivery may be accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum ProofKind {
+    /// The store recorded the id as done after a run of this delivery.
     Completed,
+    /// The id was done before.
     Duplicate,
+    /// `reconcile` found that the effect had happened, and the store recorded the id as done.
     Resolved,
+    /// The handler succeeded without the store
+    /// ([`Outage::PassThrough`](super::Outage::PassThrough)).
     PassedWithoutStore,
 }
 
 impl Proof {
-    /// What the proof is based on, as metrics and logs name it.
+    /// Why the delivery may be accepted, as one word.
     pub fn as_str(&self) -> &'static str {
         match self.0 {
             ProofKind::Completed => "completed",
@@ -49,25 +55,26 @@ impl Proof {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reason {
-    /// It has no id.
+    /// The message has no id.
     MissingId,
-    /// The value where its id is read from cannot be an id, or there are two different values.
+    /// The value from which its id is read cannot be an id, or there are two different values.
     UnusableId,
-    /// Its payload does not parse.
+    /// The body cannot be decoded. On RabbitMQ also: a property, header name or routing key is not
+    /// UTF-8.
     Unreadable,
-    /// Its id was used for another body.
+    /// The id was used for another body.
     Conflict,
-    /// The handler rejected it.
+    /// The handler rejected the message.
     Refused,
-    /// It failed `max_attempts` times.
+    /// All of its `max_attempts` attempts failed.
     AttemptsSpent,
-    /// More than `max_crashes` processes crashed while they handled it.
+    /// More than `max_crashes` processes crashed or lost the lease while they handled the message.
     CrashesSpent,
-    /// It was rejected before and has not been redriven since.
+    /// A message with this id was rejected before, and not redriven since. Only in at most once.
     RejectedBefore,
-    /// It is larger than the source's limit.
+    /// The body is larger than the limit of the source.
     TooLarge,
-    /// It could not be determined whether the effect happened.
+    /// It is unknown whether the effect happened.
     InDoubt(DoubtCause),
 }
 
@@ -112,7 +119,7 @@ impl Reason {
         }
     }
 
-    /// The cause, as a clause about the message: `its handler panicked`.
+    /// The reason as a clause about the message, such as `its handler panicked`.
     pub fn cause(&self) -> &'static str {
         match self {
             Self::MissingId => "it has no id",

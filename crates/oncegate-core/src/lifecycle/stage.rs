@@ -8,15 +8,16 @@ use crate::marker::{Ask, Attempts, Effect, Finding};
 /// The stage of a delivery in its lifecycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
-    /// Received from the source, or its grant was withdrawn. No claim was sent.
+    /// The source returned the delivery, or its grant was withdrawn. No claim was sent since.
     New(History),
-    /// A claim was sent to the store.
+    /// Waits for the answer to a claim.
     Claiming(History, ClaimTries),
     /// Waits before it repeats its claim: another holder has the id, or the store did not answer.
     AwaitingClaim(History, ClaimTries, ClaimReply),
-    /// A claim was sent to the store before a drain began: if it is granted, it is withdrawn.
+    /// Waits for the answer to a claim that was sent before a drain began: if the claim is granted,
+    /// it is withdrawn.
     ClaimingInDrain(History),
-    /// The store was asked to withdraw a grant whose handler was not started.
+    /// Waits until the store has withdrawn a grant whose handler was not started.
     Withdrawing(Grant, AfterWithdrawal),
     /// The claim was granted; the handler has not started.
     Ready(Grant),
@@ -24,20 +25,20 @@ pub enum Stage {
     Running(Grant, Tries),
     /// The handler reported that nothing happened; it runs again after a pause.
     Pausing(Grant, Tries),
-    /// The store was asked to record that the outcome is unknown.
+    /// Waits until the store has recorded that the outcome is unknown.
     Doubting(Grant, DoubtCause, AfterDoubt),
     /// `reconcile` runs.
     Reconciling(Grant, Tries, DoubtCause),
     /// `reconcile` did not determine the outcome; it runs again after a pause.
     ReconcilePausing(Grant, Tries, DoubtCause),
-    /// The store was asked to record what `reconcile` found.
+    /// Waits until the store has recorded what `reconcile` found.
     Resolving(Grant, Finding),
-    /// The store was asked to record that the effect happened.
+    /// Waits until the store has recorded that the effect happened.
     Completing(Grant),
-    /// The store was asked to free the id for another attempt. After this delay the delivery is
-    /// released.
+    /// Waits until the store has freed the id for another attempt. The delivery is then released
+    /// with this delay.
     Clearing(Grant, Effect, Duration),
-    /// The store was asked to record the id as rejected, so that it does not run again.
+    /// Waits until the store has recorded the rejection. In at most once the id does not run again.
     Rejecting(Grant, Reason, Effect),
     /// The handler runs without a claim: the store is unavailable, and the user chose
     /// [`Outage::PassThrough`](super::Outage::PassThrough).
@@ -46,25 +47,26 @@ pub enum Stage {
     Settled,
 }
 
-/// What is known of a delivery before its claim is answered.
+/// What the consumer knows of a delivery before its claim is granted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct History {
     /// How many earlier attempts failed and were released.
     pub failures: u32,
-    /// Whether the message is younger than `max_age`.
+    /// Whether the message is older than `max_age`.
     pub freshness: Freshness,
 }
 
-/// Whether a message is so young that an absent marker proves that it was never handled.
+/// Whether a message is so young that its marker cannot have expired: an absent marker then means
+/// that it was never handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Freshness {
-    /// Younger than `max_age`, or of unknown age.
+    /// Not older than `max_age`, or of unknown age.
     Fresh,
     /// Older: its marker may have expired.
     TooOld,
 }
 
-/// How many claims were sent without being granted.
+/// How many claims of this delivery were not granted so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ClaimTries(pub u32);
 
@@ -114,12 +116,12 @@ pub enum DoubtCause {
 pub enum AfterDoubt {
     /// Call `reconcile`.
     Reconcile,
-    /// The lease is lost: release with a delay; the next claimant reconciles.
+    /// The lease is lost: release with a delay. The delivery with the next claim reconciles.
     Release,
-    /// The consumer stops: release without a delay; the next claimant reconciles.
+    /// The consumer drains: release without a delay. The delivery with the next claim reconciles.
     ReleaseAtOnce,
-    /// `reconcile` did not determine the outcome: send to the in-doubt queue. The marker has no
-    /// holder, so an operator can resolve it at once.
+    /// `reconcile` did not determine the outcome, or too many processes crashed: send to the
+    /// in-doubt queue. The marker has no holder, so an operator can resolve it at once.
     Reject,
 }
 
@@ -138,7 +140,8 @@ pub enum AfterWithdrawal {
 }
 
 impl Stage {
-    /// The operation whose answer this stage waits for; `None` if it waits for none.
+    /// The kind of the operation whose answer this stage waits for; `None` if it waits for no
+    /// answer.
     #[inline]
     pub fn pending_ask(&self) -> Option<Ask> {
         use Stage::*;
@@ -155,8 +158,8 @@ impl Stage {
         }
     }
 
-    /// Whether a delivery in this stage pauses while it holds a lease, which may end before the
-    /// pause does.
+    /// Whether a delivery in this stage pauses between two runs while it holds a lease, which may
+    /// end before the pause.
     #[inline]
     pub fn waits_on_lease(&self) -> bool {
         matches!(self, Self::Pausing(..) | Self::ReconcilePausing(..))
@@ -179,9 +182,9 @@ impl Grant {
         self.attempts.spent().max(self.failures.saturating_add(1))
     }
 
-    /// What is known of the delivery if its id is claimed again.
+    /// The history of the delivery for another claim of its id.
     pub(super) fn history(self) -> History {
-        // The age was checked when the claim was granted.
+        // The age was checked when this claim was granted.
         History {
             failures: self.failures,
             freshness: Freshness::Fresh,

@@ -1,5 +1,5 @@
-//! Tests of all transitions of the lifecycle. The end of the lease, an outage of the store and a drain
-//! are tested in every stage.
+//! Tests of the transitions of the lifecycle. The end of the lease, an outage of the store and a
+//! drain are tested in every stage.
 
 use std::time::Duration;
 
@@ -119,7 +119,8 @@ fn each_verdict_on_a_claim() {
             Action::Reconcile,
         );
         assert_eq!(answer(V::InDoubt(Attempts::new(2)), &policy), reconciling);
-        // A handler or a `reconcile` that crashes its process each time is not run without end.
+        // A handler or a `reconcile` that crashes its process each time does not run again without
+        // end.
         let crashed = |crashes| Attempts {
             crashes,
             ..Attempts::none_counted(9)
@@ -179,7 +180,7 @@ fn the_claim_of_an_id_that_another_holder_has_is_repeated_and_then_the_delivery_
         let (waiting, action) = transition(stage, busy, &policy);
         assert_eq!(action, Action::Wake(CLOCK_MARGIN));
         let (claiming, action) = transition(waiting, Event::Woke, &policy);
-        assert_eq!(action, Action::Apply); // the same token
+        assert_eq!(action, Action::Apply); // with the same token
         stage = claiming;
     }
     // Redelivered at the end of the holder's lease, or earlier.
@@ -325,7 +326,8 @@ fn at_most_once_an_old_message_whose_marker_is_absent_is_in_doubt() {
         transition(old, granted, &effectively_once()),
         (Stage::Ready(GRANT), Action::AwaitRun)
     );
-    // An operator redrove the id when it had no marker. After a crash, the crash is the likelier cause.
+    // An operator redrove the id when it had no marker. If an attempt has crashed since then, the
+    // crash is the more likely cause.
     for (crashes, cause) in [(0, DoubtCause::TooOld), (1, DoubtCause::Interrupted)] {
         let attempts = Attempts {
             crashes,
@@ -572,7 +574,7 @@ fn after_a_lost_claim_the_id_is_claimed_again_with_a_new_token() {
 }
 
 #[test]
-fn only_effectively_once_with_pass_through_runs_without_the_gate() {
+fn only_effectively_once_with_pass_through_runs_without_the_store() {
     let through = Policy {
         outage: Outage::PassThrough,
         ..effectively_once()
@@ -660,7 +662,9 @@ fn the_end_of_the_lease_in_every_stage() {
                     Clearing(GRANT.failed(), Effect::Nothing, pause(0)),
                     Action::Apply,
                 ),
-                _ => (stage, Action::Wait), // no handler runs, and the store compares token and attempt of the operation
+                // No handler runs, and the store compares the token and the attempt of the
+                // operation.
+                _ => (stage, Action::Wait),
             };
             assert_eq!(
                 transition(stage, Event::LeaseOver, &policy),
@@ -779,8 +783,8 @@ fn the_drain_timeout_records_the_same_as_a_handler_timeout_and_releases_at_once(
     let timed_out = Event::Returned(Outcome::Unknown(DoubtCause::TimedOut));
     for policy in [at_most_once(), effectively_once(), policy(Guarantee::Bare)] {
         let running = Stage::Running(GRANT, Tries(0));
-        let (stage, asked) = transition(running, Event::DrainOver, &policy);
-        assert_eq!(asked, transition(running, timed_out, &policy).1);
+        let (stage, action) = transition(running, Event::DrainOver, &policy);
+        assert_eq!(action, transition(running, timed_out, &policy).1);
         let (_, settled) = transition(stage, Event::Answer(V::Applied), &policy);
         let (after, failures) = match policy.guarantee {
             Guarantee::AtMostOnce => (Duration::ZERO, 0),
@@ -791,7 +795,7 @@ fn the_drain_timeout_records_the_same_as_a_handler_timeout_and_releases_at_once(
             Action::Settle(Settlement::Release { after, failures })
         );
     }
-    // The last attempt, too: the next claim dead-letters it without a run.
+    // The same after the last attempt: the next claim dead-letters the message without a run.
     let policy = effectively_once();
     let last = Stage::Running(grant(policy.max_attempts), Tries(0));
     let (stage, _) = transition(last, Event::DrainOver, &policy);
@@ -979,7 +983,7 @@ fn pauses_double_and_are_bounded() {
     assert_eq!(policy.pause(u32::MAX), policy.longest_backoff);
 }
 
-/// Names each reason once, in a `match` that does not compile without all of them.
+/// The names of all reasons, by a `match` that does not compile if one is missing.
 macro_rules! every_reason {
     ($($reason:ident $(($cause:ident))?),+ $(,)?) => {{
         let named = |reason: &Reason| match reason {

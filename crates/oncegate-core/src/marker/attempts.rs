@@ -1,23 +1,23 @@
 //! The attempts of an id.
 
-/// The attempts of an id: the number of the last one, how many of them `max_attempts` does not
-/// count, and how many ended in a crash.
+/// The attempts of an id: the number of the last one, how many of them do not count towards
+/// `max_attempts`, and how many ended in a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Attempts {
-    /// The number of the last attempt, from 1: the fencing token that a handler passes to its sink.
-    /// Later attempts have higher numbers, also after an unknown outcome and after an operator has
-    /// freed the id.
+    /// The number of the last attempt, from 1: the fencing token, which a handler passes to its
+    /// sink (the system in which it causes its effect). Later attempts have higher numbers, also
+    /// after an unknown outcome and after an operator has freed the id.
     pub number: u32,
-    /// How many attempts `max_attempts` does not count. A grant to reconcile, a crash and a withdrawn
-    /// grant add one each; a redrive sets it to `number`.
+    /// How many of the attempts do not count towards `max_attempts`. A grant in doubt, a crash and
+    /// a withdrawn grant add one each; a redrive sets this to `number`.
     pub base: u32,
-    /// How many leases ended without a recorded outcome since the last redrive: the process crashed,
-    /// or lost its connection to the store.
+    /// How many leases ended without a recorded outcome since the last redrive: the process
+    /// crashed, or lost its connection to the store.
     pub crashes: u32,
 }
 
 impl Attempts {
-    /// The attempts up to this number, all counted.
+    /// The attempts up to this number, all of which count towards `max_attempts`.
     pub const fn new(number: u32) -> Self {
         Self {
             number,
@@ -26,7 +26,7 @@ impl Attempts {
         }
     }
 
-    /// The attempts up to this number, none counted: all of `max_attempts` are left.
+    /// The attempts up to this number, none of which counts towards `max_attempts`.
     pub const fn none_counted(number: u32) -> Self {
         Self {
             number,
@@ -40,7 +40,7 @@ impl Attempts {
         self.number.saturating_sub(self.base)
     }
 
-    /// One more grant.
+    /// With one more grant.
     pub(super) const fn granted(self) -> Self {
         Self {
             number: self.number.saturating_add(1),
@@ -48,12 +48,13 @@ impl Attempts {
         }
     }
 
-    /// One more grant, to reconcile: a higher fencing token. It is not a run, so it is not counted.
+    /// With one more grant, to reconcile: it has a higher fencing token, and does not count towards
+    /// `max_attempts`, because `handle` does not run.
     pub(super) const fn granted_in_doubt(self) -> Self {
         self.granted().uncounted()
     }
 
-    /// The holder's lease ended without an outcome.
+    /// With one more crash: the lease of the holder ended without a recorded outcome.
     pub(super) const fn crashed(self) -> Self {
         Self {
             crashes: self.crashes.saturating_add(1),
@@ -61,7 +62,7 @@ impl Attempts {
         }
     }
 
-    /// Excludes the last attempt from the count.
+    /// With one more attempt that does not count towards `max_attempts`.
     pub(super) const fn uncounted(self) -> Self {
         Self {
             base: self.base.saturating_add(1),

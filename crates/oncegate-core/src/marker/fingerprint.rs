@@ -2,8 +2,8 @@
 
 use sha2::{Digest, Sha256};
 
-/// A hash of a body, which detects that an id was used for another body. Below 10^18, so that a
-/// done marker is an integer in Redis.
+/// A hash of a body, which detects that an id was used for another body. Below 10^18, so that Redis
+/// stores a done marker as an integer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fingerprint(u64);
 

@@ -5,18 +5,19 @@ use std::time::Duration;
 use super::{Attempts, Fingerprint, Guarantee, Marker, Token};
 use crate::id::Key;
 
-/// One request to a store: atomic on its key, and safe to repeat after a lost reply.
+/// One request to a store. It is atomic on its key, and safe to repeat after a lost reply.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Operation {
-    /// The key.
+    /// The key of the id, without the prefix of the store.
     pub key: Key,
-    /// What to do.
+    /// The kind of the operation.
     pub ask: Ask,
-    /// The token of the claim. A marker belongs to the operation if token and attempt are equal.
+    /// The token of the claim. A marker belongs to the claim of this operation if its token and
+    /// attempt number are equal.
     pub token: Token,
-    /// The number of the granted attempt; 0 in a claim. In [`Ask::Redrive`] and [`Ask::Forget`] the
-    /// highest attempt number that the operator knows of, 0 if none: every later attempt has a
-    /// higher one.
+    /// The number of the granted attempt; 0 in a claim. In [`Ask::Redrive`] and [`Ask::Forget`] it
+    /// is the highest attempt number that the operator knows, or 0: later attempts get higher
+    /// numbers.
     pub attempt: u32,
     /// The terms of the claim.
     pub terms: Terms,
@@ -33,7 +34,8 @@ pub enum Ask {
     Complete,
     /// Records a failure, and frees the id for another attempt.
     Clear(Effect),
-    /// The handler was not started: frees the id as if the attempt had not been granted.
+    /// Frees the id because the handler was not started: the attempt counts neither as an attempt
+    /// nor as a crash.
     Withdraw,
     /// Records that the message is dead-lettered: in at most once the id does not run again until
     /// it is redriven.
@@ -43,18 +45,19 @@ pub enum Ask {
     /// Records what `reconcile` or an operator found out.
     Resolve(Finding),
     /// An operator redrives an id that was rejected, failed too often, or is in doubt: a
-    /// compare-and-set, applied if the marker is still the one that was seen. The number of the
-    /// last attempt is kept, and all of `max_attempts` are left. The next claim is granted; in at
-    /// most once it is in doubt if an earlier effect is unknown.
+    /// compare-and-set, applied only if the marker is still the one that the operator read. The
+    /// number of the last attempt is kept, and no attempt counts towards `max_attempts`. The next
+    /// claim is granted; in at most once it is granted in doubt if an earlier effect is unknown.
     Redrive {
         /// The marker as the operator read it.
         seen: Marker,
-        /// [`Effect::Nothing`]: the operator states that nothing happened and nothing still can.
-        /// Otherwise an unknown effect stays unknown, and a marker in doubt is not freed.
+        /// [`Effect::Nothing`]: the operator states that nothing happened and nothing can happen
+        /// later. [`Effect::Unknown`]: an unknown effect stays unknown, and a marker in doubt is
+        /// not freed.
         effect: Effect,
     },
-    /// An operator frees a done id, to be handled again: a compare-and-set, applied if the marker
-    /// is still the one that was seen.
+    /// An operator frees a done id, so that it is handled again: a compare-and-set, applied only if
+    /// the marker is still the one that the operator read.
     Forget {
         /// The marker as the operator read it.
         seen: Marker,
@@ -62,20 +65,20 @@ pub enum Ask {
 }
 
 /// The number that [`Ask::Forget`] assumes for the last attempt if the operator does not know it,
-/// because a done marker does not contain it. Higher than any `max_attempts` in use.
+/// because a done marker does not contain it. Higher than any attempt number in practice.
 pub const UNKNOWN_ATTEMPT: u32 = 1_000_000;
 
-/// What one or more attempts may have done.
+/// What is known about the effect of one or more attempts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Effect {
-    /// Nothing happened, and nothing still can.
+    /// Nothing happened, and nothing can happen later.
     Nothing,
-    /// Something may have happened, or still can: the next attempt needs a higher number.
+    /// Something may have happened, or may happen later: the next attempt needs a higher number.
     Unknown,
 }
 
 impl Effect {
-    /// [`Effect::Unknown`] if either is.
+    /// [`Effect::Unknown`] if at least one of the two is.
     pub const fn and(self, other: Self) -> Self {
         match self {
             Self::Nothing => other,
@@ -89,11 +92,11 @@ impl Effect {
 pub enum Finding {
     /// The effect happened.
     Happened,
-    /// The effect did not happen, and nothing still can.
+    /// The effect did not happen, and cannot happen later.
     DidNotHappen,
 }
 
-/// The terms of a claim: the settings of its consumer that the store needs.
+/// The terms of a claim: those settings of its consumer that the store needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Terms {
     /// The guarantee.
@@ -106,12 +109,12 @@ pub struct Terms {
     pub fingerprint: Option<Fingerprint>,
 }
 
-/// How long an unresolved marker is kept in at most once: ten years. Its expiry would let the id
-/// run again although its outcome is unknown.
+/// How long the store keeps a marker in progress or in doubt in at most once: ten years. After its
+/// expiry the id could run again although its outcome is unknown.
 pub const UNRESOLVED_AT_MOST_ONCE: Duration = Duration::from_secs(3650 * 24 * 3600);
 
 impl Terms {
-    /// How long an unresolved marker is kept.
+    /// How long the store keeps a marker in progress or in doubt after its last write.
     pub fn horizon(&self) -> Duration {
         match self.guarantee {
             Guarantee::AtMostOnce => UNRESOLVED_AT_MOST_ONCE,
@@ -142,17 +145,17 @@ pub enum Verdict {
     },
     /// The same id was used for another body.
     Conflict,
-    /// The operation was applied: renewed, cleared, withdrawn, rejected, recorded as in doubt,
-    /// resolved, redriven or forgotten. Or it had been applied before.
+    /// The operation was applied, now or before: the marker is renewed, cleared, withdrawn,
+    /// rejected, in doubt, resolved, redriven or forgotten.
     Applied,
     /// The id is recorded as done.
     Done {
-        /// Whether the marker was absent or cleared: the store lost data, or the window was too
-        /// short.
+        /// Whether the marker was absent or cleared, because the store lost data, or the dedup
+        /// window was too short.
         marker_lost: bool,
     },
-    /// The marker does not belong to the claim any more. The claimant drops the handler, does not
-    /// accept, and claims again.
+    /// The marker no longer belongs to the claim. The delivery drops its handler, is not accepted,
+    /// and claims again.
     Lost,
 }
 

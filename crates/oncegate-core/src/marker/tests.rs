@@ -7,7 +7,7 @@ use crate::id::{Key, MessageId};
 
 const LEASE: Duration = Duration::from_secs(30);
 const WINDOW: Duration = Duration::from_secs(3600);
-/// The age of a marker whose lease has not ended, and of one whose lease has.
+/// The age of a marker whose lease has not ended, and of a marker whose lease has ended.
 const VALID: Age = Age::Of(Duration::from_secs(1));
 const EXPIRED: Age = Age::Of(Duration::from_secs(31));
 /// The token of the operation, and that of another claim.
@@ -37,7 +37,8 @@ fn with_body(mut operation: Operation, body: u64) -> Operation {
     operation
 }
 
-/// Two attempts, of which one counts: the second one was granted to reconcile the first.
+/// Two attempts, of which one counts towards `max_attempts`: the second one was granted in doubt,
+/// to reconcile the first.
 const DOUBTED_ONCE: Attempts = Attempts {
     number: 2,
     base: 1,
@@ -166,9 +167,9 @@ fn claim() {
                     EXPIRED,
                     write(running(guarantee, OWN, 4)),
                     fourth.1,
-                ), // renewed, the same attempt
+                ), // the claim is repeated: the lease is renewed, and the attempt is the same
                 (running(guarantee, OTHER, 1), VALID, Keep, busy(29)),
-                (running(guarantee, OTHER, 1), Age::Of(LEASE), Keep, busy(0)), // until the lease ends
+                (running(guarantee, OTHER, 1), Age::Of(LEASE), Keep, busy(0)), // the lease ends after exactly its duration
                 (
                     running(guarantee, OTHER, 1),
                     Age::Unknown,
@@ -263,7 +264,8 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
         apply(unknown, EXPIRED, &operation(AT_MOST_ONCE, Ask::Claim, 0)),
         in_doubt
     );
-    // Effectively once runs the id again. A second run without an effect does not resolve the first.
+    // Effectively once runs the id again. A second run without an effect does not resolve the
+    // outcome of the first.
     let second = Marker::InProgress(hold(EFFECTIVELY_ONCE, OWN, Attempts::new(2), UNKNOWN));
     assert_eq!(
         apply(
@@ -286,7 +288,8 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
             "{ask:?}"
         );
     }
-    // An attempt 1 that is not the first: the record was lost, and an operator redrove the id.
+    // An attempt number 1 that is not the first: the marker was lost, and an operator redrove the
+    // id.
     let first = Marker::InProgress(hold(EFFECTIVELY_ONCE, OWN, Attempts::new(1), UNKNOWN));
     let kept = (write(cleared(Attempts::new(1), UNKNOWN)), Verdict::Applied);
     assert_eq!(
@@ -318,7 +321,7 @@ fn a_claim_with_another_body() {
                     remaining: Duration::from_secs(29),
                 },
             ),
-            // Does not wait for a holder that may never claim again.
+            // The verdict is not `Busy`, because the holder may never claim again.
             (
                 Marker::InProgress(other),
                 EXPIRED,
@@ -352,7 +355,7 @@ fn a_claim_with_another_body() {
                 Change::Keep,
                 Verdict::Duplicate,
             ),
-            (Marker::Done(None), VALID, Change::Keep, Verdict::Duplicate), // a bare `1` matches any body
+            (Marker::Done(None), VALID, Change::Keep, Verdict::Duplicate), // a marker without a fingerprint matches any body
         ],
     );
 }
@@ -370,13 +373,14 @@ fn crashes_and_reconciliations_do_not_count_towards_max_attempts() {
         assert_eq!(
             (attempts.number, attempts.spent()),
             (1 + copy, 0),
-            "a crash does not count, either"
+            "crashes do not count"
         );
         marker = in_doubt_marker(Token(2 + u128::from(copy)), attempts, Doubt::Waiting);
     }
 }
 
-/// Every marker that does not belong to the operation: another token, another attempt, or no holder.
+/// Markers that do not belong to the claim of the operation: with another token, another attempt,
+/// or no holder.
 fn not_owned() -> Vec<Marker> {
     let holders = [(OTHER, 1), (OWN, 2)];
     let held = holders.into_iter().flat_map(|(token, attempt)| {
@@ -394,9 +398,13 @@ fn not_owned() -> Vec<Marker> {
     .collect()
 }
 
-/// Checks that the verdict is `Lost` on every marker of another claim, except where `but` applies.
-fn check_lost_except(ask: Ask, guarantee: Guarantee, but: impl Fn(&Marker) -> bool) {
-    for marker in not_owned().into_iter().filter(|marker| !but(marker)) {
+/// Checks that the verdict is `Lost` on every marker of another claim, except those for which
+/// `is_excepted` returns true.
+fn check_lost_except(ask: Ask, guarantee: Guarantee, is_excepted: impl Fn(&Marker) -> bool) {
+    for marker in not_owned()
+        .into_iter()
+        .filter(|marker| !is_excepted(marker))
+    {
         assert_eq!(
             apply(marker, VALID, &operation(guarantee, ask, 1)),
             (Change::Keep, Verdict::Lost),
@@ -513,8 +521,8 @@ fn withdraw() {
                 Verdict::Applied,
             )],
         );
-        // As if the attempt had not been granted: neither the count of attempts nor an unknown outcome of
-        // earlier ones changes.
+        // The attempt does not count: neither the number of counted attempts nor the effect of
+        // earlier attempts changes.
         for earlier in [NOTHING, UNKNOWN] {
             let granted = Marker::InProgress(hold(
                 guarantee,
@@ -584,7 +592,7 @@ fn reject() {
             Verdict::Applied,
         )],
     );
-    // The run may still have an effect: a run after a redrive needs a higher attempt number.
+    // The run may have its effect later, so a run after a redrive needs a higher attempt number.
     check(
         &operation(EFFECTIVELY_ONCE, Ask::Reject(Effect::Unknown), 1),
         &[(
@@ -645,7 +653,8 @@ fn doubt() {
                 waiting(Attempts::new(3), UNKNOWN),
                 Verdict::Applied,
             ),
-            // Delayed or repeated: the outcome was determined since, or an operator has freed the id.
+            // The operation arrives late or was repeated: since then, the outcome was determined,
+            // or an operator freed the id.
             (
                 cleared(DOUBTED_ONCE, NOTHING),
                 VALID,
@@ -866,14 +875,14 @@ fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict() {
             (running(guarantee, OWN, 1), Ask::Doubt),
             (Marker::Absent, Ask::Doubt),
         ] {
-            let asked = operation(guarantee, ask, 1);
-            let (change, first) = apply(marker, VALID, &asked);
+            let operation = operation(guarantee, ask, 1);
+            let (change, first) = apply(marker, VALID, &operation);
             let after = match change {
                 Change::Write(marker, _) => marker,
                 Change::Delete => Marker::Absent,
                 Change::Keep => marker,
             };
-            let (_, second) = apply(after, VALID, &asked);
+            let (_, second) = apply(after, VALID, &operation);
             assert_eq!(first, second, "{ask:?} on {marker:?}");
         }
     }

@@ -11,7 +11,8 @@ impl Token {
     }
 }
 
-/// Generates tokens, 64 with one call to the operating system.
+/// Generates random tokens. Gets the random bits of 64 tokens with one call to the operating
+/// system.
 #[derive(Default)]
 pub struct Tokens(Vec<Token>);
 
@@ -22,7 +23,8 @@ impl Tokens {
             return token;
         }
         let mut bits = [0; 16 * 64];
-        // Without unique tokens claims cannot be distinguished, so that no operation is safe.
+        // Panics without random bits: without unique tokens, claims cannot be distinguished, and no
+        // operation is safe.
         getrandom::fill(&mut bits).expect("the operating system provides random bytes");
         let (tokens, _) = bits.as_chunks::<16>();
         self.0

@@ -18,8 +18,8 @@ use crate::source::{
 
 /// A queue in this process. Clones share it; each [`MemoryBroker::source`] is a competing consumer.
 ///
-/// It keeps a message until it is settled, and redelivers it when its source is dropped, as a
-/// broker does when the connection of a consumer is lost.
+/// The queue keeps a message until it is settled, and redelivers it when its source is dropped, as
+/// a broker does when the connection of a consumer is lost.
 #[derive(Clone, Debug)]
 pub struct MemoryBroker(Arc<BrokerShared>);
 
@@ -27,11 +27,11 @@ pub struct MemoryBroker(Arc<BrokerShared>);
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct DeadLetter {
-    /// The message, without inbound `oncegate-*` headers.
+    /// The message, without `oncegate-*` headers.
     pub message: Message,
     /// Why it was rejected.
     pub reason: Reason,
-    /// The history of its failures, if it has one.
+    /// The history of its failures; `None` if the source got none with the rejection.
     pub failure_history: Option<FailureHistory>,
 }
 
@@ -58,13 +58,15 @@ struct BrokerQueue {
 struct StoredMessage {
     message: Message,
     failures: u32,
-    delivered: Option<MessageDelivery>,
+    /// `None` while the message is ready.
+    delivery: Option<MessageDelivery>,
 }
 
-/// The last delivery of a message.
+/// The delivery of a message to a source that has not settled it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct MessageDelivery {
     source: u64,
+    /// The serial number of the delivery, which its receipt contains.
     tag: u64,
 }
 
@@ -92,7 +94,7 @@ impl MemoryBroker {
         let slot = queue.messages.insert(StoredMessage {
             message,
             failures: 0,
-            delivered: None,
+            delivery: None,
         });
         queue.ready.push_back(slot);
         drop(queue);
@@ -190,16 +192,16 @@ impl Source for MemorySource {
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
         let mut queue = self.shared.lock();
-        for it in &mut *settled {
-            let Some(slot) = queue.delivered_slot(&it.delivery.receipt) else {
+        for settled in &mut *settled {
+            let Some(slot) = queue.delivered_slot(&settled.delivery.receipt) else {
                 continue;
             };
-            match it.settlement {
+            match settled.settlement {
                 Settlement::Accept(_) => queue.messages.discard(slot),
                 Settlement::Release { failures, .. } => {
                     queue.ready.push_back(slot);
                     if let Some(stored) = queue.messages.at_mut(slot) {
-                        (stored.failures, stored.delivered) = (failures, None);
+                        (stored.failures, stored.delivery) = (failures, None);
                     }
                 }
                 Settlement::Reject(reason) => {
@@ -209,7 +211,7 @@ impl Source for MemorySource {
                     let dead_letter = DeadLetter {
                         message: without_reserved(stored.message),
                         reason,
-                        failure_history: it.failure_history.take().map(|it| *it),
+                        failure_history: settled.failure_history.take().map(|history| *history),
                     };
                     if reason.is_in_doubt() {
                         queue.in_doubt.push(dead_letter)
@@ -234,6 +236,7 @@ impl Source for MemorySource {
     }
 }
 
+/// A message without `oncegate-*` headers.
 fn without_reserved(message: Message) -> Message {
     let mut kept = HeadersBuilder::default();
     kept_headers(&message).for_each(|(name, value)| kept.push(name, value));
@@ -244,7 +247,7 @@ fn without_reserved(message: Message) -> Message {
 }
 
 impl BrokerQueue {
-    /// Delivers ready messages. Returns whether there was one.
+    /// Delivers ready messages within the limit. Returns whether it delivered one.
     fn deliver(&mut self, source: u64, limit: Limit, into: &mut Vec<Incoming>) -> bool {
         let mut bytes = 0;
         let before = into.len();
@@ -263,7 +266,7 @@ impl BrokerQueue {
             bytes += size;
             self.delivered += 1;
             let tag = self.delivered;
-            stored.delivered = Some(MessageDelivery { source, tag });
+            stored.delivery = Some(MessageDelivery { source, tag });
             into.push(Incoming::Delivery(Delivery {
                 message: stored.message.clone(),
                 receipt: Receipt {
@@ -277,11 +280,11 @@ impl BrokerQueue {
         into.len() > before
     }
 
-    /// The message of a delivery; `None` if it was requeued since.
+    /// The message of a delivery; `None` if it was requeued or settled since.
     fn delivered_slot(&self, receipt: &Receipt) -> Option<Slot> {
         let slot = self.messages.slot(receipt.partition as usize)?;
-        let delivered = self.messages.at(slot)?.delivered?;
-        (delivered.tag == receipt.position).then_some(slot)
+        let delivery = self.messages.at(slot)?.delivery?;
+        (delivery.tag == receipt.position).then_some(slot)
     }
 }
 
@@ -290,14 +293,14 @@ impl Drop for MemorySource {
     fn drop(&mut self) {
         let mut queue = self.shared.lock();
         let delivered = |slot: Slot| {
-            let delivered = queue.messages.at(slot)?.delivered?;
-            (delivered.source == self.id).then_some((delivered.tag, slot))
+            let delivery = queue.messages.at(slot)?.delivery?;
+            (delivery.source == self.id).then_some((delivery.tag, slot))
         };
         let mut own: Vec<_> = queue.messages.slots().filter_map(delivered).collect();
         own.sort_unstable();
         for (_, slot) in own.into_iter().rev() {
             if let Some(stored) = queue.messages.at_mut(slot) {
-                stored.delivered = None;
+                stored.delivery = None;
             }
             queue.ready.push_front(slot);
         }

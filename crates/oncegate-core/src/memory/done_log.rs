@@ -1,4 +1,4 @@
-//! The log of done markers, which are most of what a store remembers.
+//! The done markers of the memory store, which are nearly all of its markers.
 
 use std::collections::VecDeque;
 
@@ -7,13 +7,15 @@ use hashbrown::HashTable;
 use super::key_hash::KeyHash;
 use crate::marker::Fingerprint;
 
-/// Done markers in the order in which they were written, with an index: 24 bytes a marker (32 with a
-/// fingerprint) and 6 to 12 of the index; while the index grows, its old half in addition.
+/// A log of done markers in the order in which they were written, with an index. A marker takes 24
+/// bytes (32 with a fingerprint), and 6 to 12 bytes in the index; while the index grows, its old
+/// table takes memory in addition.
 ///
-/// The lookup of a new id needs only the control bytes of the index. Entries are never moved.
+/// The lookup of a new id reads only the control bytes of the index. Entries are never moved.
 #[derive(Debug, Default)]
 pub(super) struct DoneLog {
-    /// The numbers of the entries, modulo 2^32: a log with more entries would take 150 GB.
+    /// The serial numbers of the entries, modulo 2^32. They are unique, because 2^32 entries would
+    /// take 150 GB.
     index: HashTable<u32>,
     entries: DoneEntries,
 }
@@ -21,7 +23,7 @@ pub(super) struct DoneLog {
 /// The entries in blocks, so that they are never moved.
 #[derive(Debug, Default)]
 struct DoneEntries {
-    /// All but the last are full.
+    /// All blocks but the last are full.
     blocks: VecDeque<Block>,
     /// The number of the first entry of the first block, modulo 2^32.
     first: u32,
@@ -35,7 +37,7 @@ const BLOCK: usize = 512;
 #[derive(Debug)]
 struct Block {
     entries: Vec<DoneEntry>,
-    /// As many as there are entries, or none while no entry has a fingerprint.
+    /// One for each entry, or empty while no entry of the block has a fingerprint.
     fingerprints: Vec<u64>,
 }
 
@@ -64,8 +66,8 @@ impl DoneLog {
         self.index.len()
     }
 
-    /// Loads the control bytes of a batch into the CPU cache. With a million ids each lookup is a
-    /// cache miss; back to back, the misses overlap.
+    /// Loads the control bytes of the keys of a batch into the CPU cache. With a million ids each
+    /// lookup is a cache miss; in one loop, the misses overlap.
     pub(super) fn prefetch(&self, keys: &[KeyHash]) {
         for key in keys {
             std::hint::black_box(self.index.find(key.table_hash(), |_| false));
@@ -74,9 +76,9 @@ impl DoneLog {
 
     /// The marker of an id, expired or not.
     pub(super) fn find(&self, key: KeyHash) -> Option<DoneMarker> {
-        let number = self
-            .index
-            .find(key.table_hash(), |number| self.entries.is_of(*number, key))?;
+        let number = self.index.find(key.table_hash(), |number| {
+            self.entries.has_key(*number, key)
+        })?;
         self.entries.marker(*number)
     }
 
@@ -91,7 +93,7 @@ impl DoneLog {
 
     /// Removes an id.
     pub(super) fn forget(&mut self, key: KeyHash) {
-        let is_same = |number: &u32| self.entries.is_of(*number, key);
+        let is_same = |number: &u32| self.entries.has_key(*number, key);
         if let Ok(found) = self.index.find_entry(key.table_hash(), is_same) {
             found.remove();
         }
@@ -138,7 +140,7 @@ impl DoneEntries {
         self.first.wrapping_add((before + at) as u32)
     }
 
-    /// Removes the oldest entry if it has expired, and returns its number.
+    /// Removes the oldest entry if it has expired. Returns its number and its key.
     fn pop_expired(&mut self, now: u64) -> Option<(u32, KeyHash)> {
         let oldest = self.blocks.front()?.entries.get(self.expired)?;
         if oldest.expires > now {
@@ -153,18 +155,20 @@ impl DoneEntries {
         Some(popped)
     }
 
+    /// The block of an entry, and its index there.
     fn block_of(&self, number: u32) -> Option<(&Block, usize)> {
         let at = number.wrapping_sub(self.first) as usize;
         Some((self.blocks.get(at / BLOCK)?, at % BLOCK))
     }
 
-    fn is_of(&self, number: u32, key: KeyHash) -> bool {
+    /// Whether an entry has this key.
+    fn has_key(&self, number: u32, key: KeyHash) -> bool {
         self.block_of(number)
             .and_then(|(block, at)| block.entries.get(at))
             .is_some_and(|entry| entry.key == key)
     }
 
-    /// The hash by which the index has this entry; every number in the index is of an entry.
+    /// The hash of an entry in the index. Every number in the index is that of an entry.
     fn table_hash(&self, number: u32) -> u64 {
         self.block_of(number)
             .and_then(|(block, at)| block.entries.get(at))
@@ -196,8 +200,8 @@ mod tests {
         Key::new(&MessageId::new(number.to_string()).expect("an id"))
     }
 
-    /// Against a map that has each id's latest marker, with windows of one length. The entries'
-    /// numbers wrap around at 2^32.
+    /// Compares the log with a map that has the latest marker of each id. The numbers of the
+    /// entries wrap around at 2^32.
     #[test]
     fn the_log_agrees_with_a_map() {
         for seed in 0..6 {

@@ -1,17 +1,17 @@
-//! A keyed hash, stored instead of a key, so that the store need not keep its text.
+//! A keyed hash, which the store keeps instead of the text of a key.
 
 use siphasher::sip128::SipHasher13;
 
 use crate::id::Key;
 
-/// 128 bits of a key's SipHash-1-3. Keys with equal hashes count as one: for `n` ids the probability
-/// of any such pair is below `n² / 2^129`, about 10^-25 for ten million. The hash is keyed with
-/// random bits of each store, so a sender cannot choose ids whose hashes are equal.
+/// 128 bits of a key's SipHash-1-3. Keys with equal hashes count as the same key: for `n` ids the
+/// probability of any such pair is below `n² / 2^129`, about 10^-25 for ten million. The hash is
+/// keyed with random bits of each store, so a sender cannot choose ids whose hashes are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct KeyHash([u64; 2]);
 
 impl KeyHash {
-    /// The bits that select the place in a hash table.
+    /// The bits that a hash table uses.
     pub(super) fn table_hash(self) -> u64 {
         self.0[0]
     }
@@ -32,7 +32,8 @@ impl Default for KeyHasher {
     /// With 128 random bits from the operating system.
     fn default() -> Self {
         let mut bits = [0; 16];
-        // With bits that a sender knows, it could choose ids whose hashes are equal.
+        // Panics without random bits: a sender that knows them could choose ids whose hashes are
+        // equal.
         getrandom::fill(&mut bits).expect("the operating system provides random bytes");
         Self(SipHasher13::new_with_key(&bits))
     }

@@ -14,31 +14,32 @@ use crate::internal::Lock;
 use crate::marker::{Age, Change, Marker, Operation, Verdict, apply};
 use crate::store::{Persistence, Store, StoreError};
 
-/// Remembers ids in the memory of this process. Clones share the ids.
+/// Keeps markers in the memory of this process. Clones share them.
 ///
-/// One lock for each batch. A done id takes 33 to 37 bytes, 41 to 45 with a fingerprint, whatever its
-/// length: the store keeps a 128-bit hash of it (SipHash-1-3). Two ids with the same hash would
+/// Each batch takes one lock. A done id takes 33 to 37 bytes, 41 to 45 with a fingerprint, whatever
+/// its length: the store keeps a 128-bit hash of it (SipHash-1-3). Two ids with the same hash would
 /// count as duplicates; among ten million ids that has a probability below 10^-24. The hash has a
 /// random key in each store, so a sender cannot choose such ids.
 #[derive(Clone, Debug, Default)]
 pub struct MemoryStore(Arc<Lock<MarkerTables>>);
 
-/// An id is in at most one of the tables.
+/// The markers of a store. Each id has a marker in at most one of `open` and `done`.
 #[derive(Debug)]
 struct MarkerTables {
     hasher: KeyHasher,
-    /// The moment from which times are counted.
+    /// The moment from which times of markers are counted.
     start: Instant,
+    /// The markers that are not done.
     open: HashTable<OpenMarker>,
     done: DoneLog,
-    /// The number of open markers at which expired ones are removed.
+    /// The number of open markers at which `expire` scans them next.
     sweep_at: usize,
 }
 
 /// The longest expiry, so that no clock overflows.
 const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
-/// Below this number of open markers, expired ones are kept.
+/// Below this number of open markers, `expire` does not scan them.
 const MIN_SWEEP: usize = 4096;
 
 /// A marker that is not done. Times are in nanoseconds since the start of the store.
@@ -56,7 +57,8 @@ impl MemoryStore {
         Self::default()
     }
 
-    /// The marker of a key, and how long ago it was written; zero if it is done or absent.
+    /// The marker of a key, and how long ago it was written. Done and absent markers have the age
+    /// zero.
     pub fn marker(&self, key: &Key) -> (Marker, Duration) {
         let tables = self.0.lock();
         let (now, key) = (tables.now(), tables.hasher.hash(key));
@@ -211,7 +213,7 @@ impl OpenMarker {
     }
 }
 
-/// A done marker that has not expired; absent otherwise.
+/// The marker of an entry of the done log; absent if there is none or it has expired.
 fn read_done(done: Option<DoneMarker>, now: u64) -> (Marker, Duration) {
     let marker = match done {
         Some(done) if now < done.expires => Marker::Done(done.fingerprint),
@@ -220,7 +222,7 @@ fn read_done(done: Option<DoneMarker>, now: u64) -> (Marker, Duration) {
     (marker, Duration::ZERO)
 }
 
-/// At most [`CENTURY`].
+/// A duration in nanoseconds, at most [`CENTURY`].
 fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.min(CENTURY).as_nanos()).unwrap_or(u64::MAX)
 }

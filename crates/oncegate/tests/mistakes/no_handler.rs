@@ -1,6 +1,6 @@
 //! A consumer that was given no handler.
 // error: `()` is not a handler
-// error: `()` says that the consumer was given no handler: call `.handler(…)`
+// error: `()` means that the consumer has no handler: call `.handler(…)`
 
 use oncegate::{Consumer, Error, IdSource, MemoryBroker, MemoryStore, shutdown_signal};
 

@@ -1,6 +1,6 @@
 //! A consumer that was given no source.
 // error: `()` is not a source of messages
-// error: `()` says that the consumer was given no source: call `.source(…)`
+// error: `()` means that the consumer has no source: call `.source(…)`
 
 use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryStore, shutdown_signal};
 

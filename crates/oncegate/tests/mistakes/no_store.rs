@@ -1,6 +1,6 @@
 //! A gate that was given no store.
 // error: `()` is not a store
-// error: `()` says that no store was given: call `.store(…)`
+// error: `()` means that no store is set: call `.store(…)`
 
 use oncegate::{Error, Gate};
 
