@@ -2,11 +2,12 @@
 //! which are confirmed, and which are published again after a failure.
 //!
 //! # Workaround
-//! - *Symptom:* lapin attaches a returned message to the next confirm on the channel, not to its own. So no
-//!   outstanding confirm counts after one. *Version:* lapin 4.12.3.
+//! - *Symptom:* lapin attaches a returned message to the next confirm on the channel, not to that
+//!   of the message. So after a returned message no outstanding confirm counts. *Version:* lapin
+//!   4.12.3.
 //! - *Upstream:* nothing to report: `basic.return` has no delivery tag.
 //! - *Test:* `copies::a_missing_dead_letter_queue_affects_no_copy_to_another_queue` in `tests/amqp`.
-//! - Stays.
+//! - *May be removed:* never.
 
 use std::collections::BTreeMap;
 use std::fmt;
