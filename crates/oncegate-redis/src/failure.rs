@@ -103,7 +103,7 @@ fn permission_remedy(detail: &str) -> String {
     match denied {
         // All rights at once: otherwise each run of a tool reports only the next missing one.
         Some(right) if tool_rights::rights().any(|tool| tool == right) => format!(
-            "the user in the URL needs it for operator commands, run ACL SETUSER {user} {}",
+            "the user in the URL needs this right for operator commands: run ACL SETUSER {user} {}",
             tool_rights::rights().collect::<Vec<_>>().join(" ")
         ),
         _ => format!(

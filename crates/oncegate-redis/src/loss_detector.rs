@@ -30,8 +30,8 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// How often a server is checked while this process has a canary generation to replace.
 const CHECK_INTERVAL_WHILE_REPLACING: Duration = Duration::from_millis(100);
 
-/// How long at most once pauses after a restart of the server. A process that lost its last writes
-/// notices it with its next claim, which it sends at least once a second, and replaces the canary
+/// How long at most once pauses after a restart of the server. Meanwhile each other process that
+/// lost its last writes and has messages detects this with its next claim, and replaces the canary
 /// generation.
 const RESTART_PAUSE: Duration = Duration::from_secs(3);
 
@@ -41,7 +41,7 @@ const CLOCK_TOLERANCE: Duration = Duration::from_secs(2);
 
 /// Checks the servers periodically and compares each check with the ones before.
 pub(crate) struct LossDetector {
-    /// Identifies the counts of this process.
+    /// Identifies the count keys of this process.
     process: Token,
     state: Lock<DetectorState>,
 }
@@ -58,7 +58,7 @@ impl Default for LossDetector {
 #[derive(Default)]
 struct DetectorState {
     last_check: Option<Instant>,
-    /// What kept the last checks from being made, as it was logged.
+    /// The configuration error that made the last checks fail, as it was logged.
     misconfigured: Option<String>,
     /// By key. In a Cluster each primary has a canary; it moves to another node with its slot.
     canaries: HashMap<Vec<u8>, KnownCanary>,
@@ -83,17 +83,19 @@ struct KnownCanary {
     generation: Option<Vec<u8>>,
     /// The `run_id` of the server process that had it last.
     server: Option<String>,
-    /// Whether a missing generation is a loss: it survives what may happen without one, such as a
-    /// failover.
+    /// Whether a missing generation is a loss. With [`Durability::Replicas`] only after replicas
+    /// have acknowledged the generation: before that a failover may lose it without losing a claim.
     is_baseline: bool,
-    /// Whether this process must replace it, because its writes were lost.
+    /// Whether this process must replace the generation, because the server lost writes of this
+    /// process.
     replace: bool,
 }
 
-/// The count that a server must have reached: granted claims were written before it.
+/// The write count that a server must have reached: granted claims were written before it.
 #[derive(Clone, Copy, Debug)]
 struct KnownCount {
     minimum: u64,
+    /// When the minimum was set.
     at: Instant,
 }
 
@@ -104,7 +106,7 @@ pub(crate) struct CanaryExpectation {
     pub(crate) minimum: u64,
 }
 
-/// Which values of a reply the server must keep from now on.
+/// Which values of a canary reply the server must keep from now on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CanaryBaseline {
     /// Generation and count: granted claims depend on them.
@@ -238,6 +240,8 @@ impl LossDetector {
             })
     }
 
+    /// Checks the server, and once more if the first check found that this process must replace the
+    /// canary's generation.
     async fn check_connection(
         &self,
         connection: &PinnedConnection<'_>,
@@ -248,7 +252,7 @@ impl LossDetector {
         self.check_once(connection, router, keys.clone(), durability)
             .await?;
         match keys {
-            // Replaces the generation at once, for the other processes to see.
+            // Replaces the generation at once, so that the other processes detect the loss.
             Some(keys) if self.expectation(keys.clone()).canary.replace => {
                 self.check_once(connection, router, Some(keys), durability)
                     .await
@@ -257,6 +261,7 @@ impl LossDetector {
         }
     }
 
+    /// Sends one check and records its result.
     async fn check_once(
         &self,
         connection: &PinnedConnection<'_>,
@@ -336,7 +341,8 @@ impl LossDetector {
             .for_each(|anomaly| state.report(&anomaly));
     }
 
-    /// Why a claim on these terms must not be sent now.
+    /// Why a claim on these terms must not be sent now; `None` if it may. Updates the gauge
+    /// [`PAUSED`] and the shortest lease.
     pub(crate) fn claim_refusal(&self, terms: &Terms) -> Option<StoreFailure> {
         if terms.guarantee != Guarantee::AtMostOnce {
             return None;
@@ -424,7 +430,7 @@ impl DetectorState {
                     // came back without its last writes is followed by its replicas, which then
                     // lose them too.
                     let lost_nothing = baseline == CanaryBaseline::Unchanged
-                        && before.is_some_and(|before| snapshot.took_over_from(before));
+                        && before.is_some_and(|before| snapshot.was_replica_of(before));
                     if !lost_nothing {
                         self.restarted_at = Some(Instant::now());
                     }

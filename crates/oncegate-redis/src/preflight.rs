@@ -60,8 +60,8 @@ async fn check_servers(router: &Router, request: PreflightRequest<'_>) -> Result
         let mut report = match InfoReply::of(connections).await {
             Ok(info) => {
                 router.check_role(&info)?;
-                // The address may belong to the primary after a failover. At most once refuses a
-                // replica: see `persistence`.
+                // Retried, because the server may be the primary again after a failover. At most
+                // once refuses a replica: see `persistence`.
                 if info.field("role") == Some("slave") && request.guarantee != Guarantee::AtMostOnce
                 {
                     return Err(StoreFailure::not_applied(format!(
@@ -253,6 +253,7 @@ struct TrialCommand {
     command: Cmd,
 }
 
+/// The commands that the guarantee needs, with their rights.
 fn trials(probe: &[u8], router: &Router, request: PreflightRequest<'_>) -> Vec<TrialCommand> {
     let on_probe = |name: &str| redis::cmd(name).arg(probe).to_owned();
     let trial = |name, right, command| TrialCommand {
