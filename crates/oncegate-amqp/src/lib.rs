@@ -13,9 +13,9 @@
 //! - It acknowledges all settled deliveries before the first unsettled one with one `basic.ack`
 //!   (`multiple`). If that one is not settled within 100 ms, it acknowledges the settled ones
 //!   behind it one by one.
-//! - It publishes dead letters, in-doubt messages and long delays on a second connection, with
-//!   publisher confirms, and acknowledges the original after the confirm. After a crash in between
-//!   both messages exist.
+//! - It publishes copies of messages (dead letters, in-doubt messages and those with a long delay)
+//!   on a second connection, with publisher confirms, and acknowledges the original after the
+//!   confirm. After a crash in between, both the original and the copy exist.
 //! - A delivery waits for its next attempt in the consumer for up to five seconds, and longer in a
 //!   delay queue. Without delay queues (with an order, a single active consumer, or a topology
 //!   other than [`Topology::Declare`]) it always waits in the consumer. If the connection is lost,

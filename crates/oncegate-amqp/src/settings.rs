@@ -269,8 +269,8 @@ impl RabbitMq {
     /// over a connection from [`client`](Self::client). Creates no queue, and changes none.
     ///
     /// Returns the error with which the source would refuse the queue, because it exists with other
-    /// arguments. `None` if it does not exist, if [`Topology`] is not `Declare`, or if the user may
-    /// not declare it.
+    /// arguments. `None` if the arguments match, if the queue does not exist, if [`Topology`] is
+    /// not `Declare`, or if the user may not declare the queue.
     ///
     /// # Errors
     /// As [`check_settings`](Self::check_settings).

@@ -36,8 +36,8 @@ pub(crate) struct DestinationPublisher {
     copies: Option<UnboundedReceiver<MessageCopy>>,
     /// Copies to publish, in their order.
     waiting: VecDeque<Arc<MessageCopy>>,
-    /// Maximum number of unconfirmed copies. 1 after a failure, so that it is known which copy fails,
-    /// and no other one is published twice; grows with each confirm.
+    /// Maximum number of unconfirmed copies. 1 after a failure, to find out which copy fails and to
+    /// publish no other copy twice; grows with each confirm.
     window_limit: usize,
     backoff: Backoff,
     /// When to publish again after a failure.

@@ -1,7 +1,7 @@
 //! The task behind the source: it keeps a channel open and executes settlements.
 //!
-//! It sends the connections' heartbeats in time only if no handler blocks its thread, so it runs on
-//! a thread of its own.
+//! The task runs on a thread of its own, together with the tasks of lapin: a handler that blocked
+//! their thread would delay the heartbeats of the connections.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -46,7 +46,7 @@ pub(crate) enum SourceCommand {
     },
 }
 
-/// The driver's ends of the channels to the source.
+/// The driver's ends of the queues between it and the source.
 pub(crate) struct DriverEndpoints {
     pub(crate) incoming_queue: IncomingSender,
     pub(crate) commands: UnboundedReceiver<SourceCommand>,
@@ -87,7 +87,7 @@ pub(crate) async fn run(
     let _ = opened_sender.send(Ok(()));
     let context = Arc::clone(&driver.context);
     driver.run_loop().await;
-    // A closed source is not unavailable.
+    // The status has no time without a channel after the source is closed.
     context.metrics.clear_unavailable();
 }
 
@@ -460,7 +460,7 @@ impl AmqpDriver {
             SessionState::Open(mut session) => {
                 session.flush(FlushMode::Immediate);
                 if !finished {
-                    // Time to send the last acknowledgements before the channel closes.
+                    // Wait until the last acknowledgements are sent: `close` drops them.
                     let acknowledged = async {
                         while session.is_acknowledging() {
                             session.next_event().await;

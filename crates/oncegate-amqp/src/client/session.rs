@@ -23,7 +23,8 @@ use crate::protocol::channel_deliveries::{AckFrames, ChannelDeliveries, FlushMod
 use crate::protocol::close_mode::CloseMode;
 use crate::protocol::queue_settings::ConsumerMode;
 
-/// How often the status of a channel without a consumer is checked: no consumer reports its loss.
+/// How often the status of a channel whose consumer is cancelled is checked: the consumer can no
+/// longer report that the channel is lost.
 const STATUS_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// How long declaring the queues and `basic.consume` may take. A node that is partitioned from its
 /// cluster accepts connections and does not reply.
@@ -35,7 +36,7 @@ pub(crate) struct ConsumerSession {
     connection: Arc<Connection>,
     pub(super) channel: Channel,
     consumer: Option<Consumer>,
-    /// Why the consumer ended, if that was found while its last deliveries were read.
+    /// Why the consumer ended, if [`take_ready`] found it out while it read the last deliveries.
     consumer_loss: Option<ChannelLoss>,
     /// The acknowledgements that are being sent.
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
@@ -62,7 +63,7 @@ pub(crate) enum SessionEvent {
 /// Why a channel is lost or replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ChannelLoss {
-    /// It was closed, or has to be closed.
+    /// The channel was closed, or has to be closed, for this reason.
     Broken(String),
     /// The [`LostConsumerProbe`] found ready messages in the queue, but the consumer received none.
     NoDeliveries(String),

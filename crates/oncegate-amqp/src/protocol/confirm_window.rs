@@ -108,8 +108,8 @@ impl<C> ConfirmWindow<C> {
         self.outstanding.len()
     }
 
-    /// Ends the window of a channel that failed. Confirms that arrive after this are ignored. `problem` is the
-    /// failure if none is recorded.
+    /// Ends the window of a channel that failed. Confirms that arrive after this are ignored.
+    /// `problem` is the failure if none is recorded.
     pub(crate) fn fail(mut self, problem: impl FnOnce() -> String) -> FailedWindow<C> {
         let confirmed = self.take_confirmed();
         FailedWindow {
@@ -123,8 +123,8 @@ impl<C> ConfirmWindow<C> {
 }
 
 impl<C> FailedWindow<C> {
-    /// Whether exactly one copy was outstanding when the channel failed. It is probably the cause, and would
-    /// close the next channel, too.
+    /// Whether exactly one copy was outstanding when the channel failed. That copy is probably the
+    /// cause, and would close the next channel, too.
     pub(crate) fn is_probably_caused_by_one_copy(&self) -> bool {
         matches!(self.failure, PublishFailure::ChannelFailed(_))
             && self.confirmed.is_empty()

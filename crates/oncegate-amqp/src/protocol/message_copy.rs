@@ -60,9 +60,9 @@ pub(crate) struct MessageCopy {
 }
 
 impl MessageCopy {
-    /// A dead letter or in-doubt message: the original's properties and headers, and the headers of the
-    /// rejection. Inbound `oncegate-*` headers are removed, except [`DROPPED_HEADERS`]. `unix` is the
-    /// time since 1970.
+    /// A dead letter or in-doubt message: the original's properties and headers, and the headers of
+    /// the rejection. Inbound `oncegate-*` headers are removed, except [`DROPPED_HEADERS`] and a
+    /// valid [`headers::FIRST_SEEN`]. `unix` is the time since 1970.
     pub(crate) fn rejected(
         delivery: &Delivery,
         reason: &Reason,
@@ -101,9 +101,9 @@ impl MessageCopy {
         Self::new(delivery, destination.clone(), table, &original.properties)
     }
 
-    /// A copy for the delay queue of [`delay_queue_step`]. If the delay is longer than that queue's, the
-    /// header [`NOT_BEFORE`] has the end of the delay, and the consumer delays the message again. `unix`
-    /// is the time since 1970.
+    /// A copy for the delay queue of [`delay_queue_step`]. If the delay is longer than that
+    /// queue's, the header [`NOT_BEFORE`] has the end of the delay, and the source delays the
+    /// message again. `unix` is the time since 1970.
     pub(crate) fn delayed(
         delivery: &Delivery,
         after: Duration,
