@@ -32,7 +32,7 @@ pub(crate) fn from_server_error(code: &str, detail: &str) -> StoreFailure {
             "{reply}: the server cannot write to its disk; free space on it"
         )),
         "NOREPLICAS" => StoreFailure::not_applied(format!(
-            "{reply}: start the replicas that min-replicas-to-write of the server demands"
+            "{reply}: start as many replicas as min-replicas-to-write of the server requires"
         )),
         "LOADING" | "READONLY" | "BUSY" | "MASTERDOWN" | "TRYAGAIN" => {
             StoreFailure::not_applied(reply)

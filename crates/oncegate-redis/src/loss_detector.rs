@@ -35,7 +35,7 @@ const CHECK_INTERVAL_WHILE_REPLACING: Duration = Duration::from_millis(100);
 /// generation.
 const RESTART_PAUSE: Duration = Duration::from_secs(3);
 
-/// The largest clock error between two checks. Half of the shortest at-most-once lease applies if
+/// The tolerated clock error between two checks. Half of the shortest at-most-once lease applies if
 /// that is less, since a lease is renewed after a third; a thousandth of the elapsed time is added.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(2);
 
@@ -60,9 +60,10 @@ struct DetectorState {
     last_check: Option<Instant>,
     /// The configuration error that made the last checks fail, as it was logged.
     misconfigured: Option<String>,
-    /// By key. In a Cluster each primary has a canary; it moves to another node with its slot.
+    /// The last observation of each canary, by its key. In a Cluster each primary has a canary,
+    /// which moves with its slot to another node.
     canaries: HashMap<Vec<u8>, KnownCanary>,
-    /// By key.
+    /// The minimum of each write count, by its key.
     counts: HashMap<Vec<u8>, KnownCount>,
     /// The last snapshot of each server process, by its `run_id`.
     servers: HashMap<String, ServerSnapshot>,
@@ -72,7 +73,8 @@ struct DetectorState {
     clock_jump: Option<(Instant, Duration)>,
     /// The shortest lease of an at-most-once claim.
     shortest_lease: Option<Duration>,
-    /// When another `run_id` was seen that may lack the last writes of the one before.
+    /// When a server with another `run_id` was seen, which may lack the last writes of the one
+    /// before.
     restarted_at: Option<Instant>,
 }
 

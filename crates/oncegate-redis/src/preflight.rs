@@ -340,7 +340,7 @@ async fn try_commands(
         let (code, detail) = (error.code(), error.details().unwrap_or_default());
         let name = &trial.name;
         match crate::failure::from_server_error(code, detail) {
-            // Its slots are migrating, or a failover is in progress.
+            // A slot of this server is migrating, or a failover is in progress.
             _ if matches!(router, Router::Cluster(_)) && is_not_served(code) => {
                 router.invalidate_slot(migrating_slot(code, detail));
                 return Err(StoreFailure::not_applied(format!(

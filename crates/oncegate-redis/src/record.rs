@@ -6,8 +6,8 @@
 //!
 //! ```text
 //! v1 p <token> <attempts> <lease ms> <horizon ms> <guarantee a|e|b> <fingerprint or ->   in progress
-//! v1 w …                                                                                 in doubt, not being reconciled
-//! v1 r …                                                                                 in doubt, its holder reconciles
+//! v1 w …                                                                                 in doubt, no holder reconciles it
+//! v1 r …                                                                                 in doubt, its holder reconciles it
 //! v1 x <attempt> <fingerprint or ->                                                      rejected
 //! v1 c <attempts>                                                                        cleared
 //! ```
@@ -15,6 +15,9 @@
 //! `<attempts>` is `<number> <base> <crashes> <n|u>`: the number of the last attempt, how many
 //! attempts `max_attempts` does not count, how many ended in a crash since the id was last redriven,
 //! and whether earlier attempts had no effect (`n`) or an unknown one (`u`).
+//!
+//! `<horizon ms>` is the time after the last write at which the marker expires, if nobody resolves
+//! it.
 //!
 //! `apply.lua` reads and writes the same format.
 

@@ -71,7 +71,7 @@ pub struct Redis {
 enum DataLossPolicy {
     /// Refuses to start on a server that may lose data, and pauses claims after a loss.
     Pause,
-    /// Starts and continues.
+    /// Starts on such a server, and does not pause claims.
     Accept,
 }
 
@@ -318,8 +318,9 @@ impl Redis {
         }
     }
 
-    /// The current marker of a key, which [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
-    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) compare with. Changes nothing.
+    /// Reads the current marker of a key, for the field `seen` of
+    /// [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
+    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget). Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the key holds no marker, or one of a newer release;
