@@ -1,15 +1,17 @@
-//! The connections to RabbitMQ with the AMQP client (lapin), and workarounds for defects of both.
+//! The connections to RabbitMQ through the AMQP client (lapin), and workarounds for defects of
+//! RabbitMQ and of lapin.
 //!
-//! The `driver` owns one `session` (a consuming channel, opened by `open_session`) and the `publisher`
-//! of copies, which has a `destination_publisher` for each queue. It passes deliveries to the source
-//! through the `incoming_queue`. `node` parses the URLs, `connector` connects, `declare` declares the
-//! queues.
+//! The `driver` owns one `session` (a consuming channel, opened by `open_session`) and the
+//! `publisher` of copies, which has a `destination_publisher` for each queue. The driver passes
+//! deliveries to the source through the `incoming_queue`. `node` parses the URLs, `connector`
+//! connects, `declare` declares the queues.
 //!
 //! # Workarounds
 //!
-//! `docs/upstream/README.md` lists all of them with their upstream issues or reports. Each module
-//! describes its own, with lapin 4.12.3 and RabbitMQ 3.10.8 unless it names other versions. Remove a
-//! workaround only if its test passes without it on the oldest supported release.
+//! `docs/upstream/README.md` lists all workarounds with their upstream issues or reports. The
+//! module of a workaround describes it; the symptoms were seen with lapin 4.12.3 and RabbitMQ
+//! 3.10.8 unless it names other versions. Remove a workaround only if its test passes without it on
+//! the oldest supported release.
 
 pub(crate) mod backoff;
 pub(crate) mod close_delay;

@@ -1,5 +1,5 @@
-//! The parsers of bytes that a broker or a configuration sends, for the fuzz targets of this
-//! repository. No part of the API: any release may change it.
+//! The parsers of bytes from a broker or from the configuration, for the fuzz targets of this
+//! repository. Not part of the API: any release may change this module.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -25,7 +25,7 @@ impl SanitizedFrames {
         self.0.push(bytes);
     }
 
-    /// The broker closed the connection.
+    /// Ends the input: the broker closed the connection.
     pub fn finish(&mut self) {
         self.0.finish();
     }
@@ -36,7 +36,7 @@ impl SanitizedFrames {
     }
 }
 
-/// What a consumer reads from a delivery before its handler.
+/// What the source reads from a delivery before it passes it to the consumer.
 pub struct ParsedDelivery {
     /// Whether a short string of the delivery was not UTF-8.
     pub has_invalid_utf8: bool,

@@ -1,6 +1,7 @@
 //! The logic of the source, without I/O: no async code, no clock, no client of the broker.
 //!
-//! `client` reads the clock, does what these functions return, and passes the broker's replies in.
+//! `client` reads the clock, executes the actions that these functions return, and passes the
+//! broker's replies to them.
 
 use std::time::Duration;
 

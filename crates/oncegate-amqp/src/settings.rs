@@ -28,12 +28,12 @@ pub struct RabbitMq {
     urls: Vec<String>,
     tls: TlsFiles,
     prefetch: u32,
-    /// The consumer's limit of deliveries in flight.
+    /// The consumer's maximum number of deliveries in flight.
     in_flight: usize,
     key_header: Option<String>,
     body_limit: usize,
     consumer_timeout: Duration,
-    /// How long the consumer may leave a delivery unsettled; zero if unknown.
+    /// How long the consumer may leave a delivery unsettled with its settings; zero if unknown.
     longest_open: Duration,
     topology: Topology,
     kind: QueueKind,
@@ -58,7 +58,7 @@ pub enum Topology {
     /// Creates nothing; a missing queue, dead-letter queue or in-doubt queue is an error. Failed
     /// messages wait in the consumer, unacknowledged, at most half of the broker's consumer timeout
     /// (30 minutes by default). For queues that you declare yourself: their arguments are not
-    /// checked, and messages that they lose are lost.
+    /// checked, although some lose messages, as [`Topology::Declare`] explains.
     Check,
     /// Creates and checks nothing. Failed messages wait as with [`Topology::Check`].
     Trust,
@@ -68,8 +68,8 @@ pub enum Topology {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum QueueKind {
-    /// Replicated, with at-least-once dead-lettering. Messages that the broker dead-letters (by a
-    /// delivery limit) go to the dead-letter queue, too.
+    /// Replicated, with at-least-once dead-lettering. Messages that the broker dead-letters
+    /// (because of a delivery limit) go to the dead-letter queue, too.
     #[default]
     Quorum,
     /// Durable on one node. A delay queue of this type may lose its messages if the node fails.
@@ -213,10 +213,10 @@ impl RabbitMq {
         self
     }
 
-    /// Declares the queue with `x-single-active-consumer`: one consumer of a fleet receives messages,
-    /// and another one takes over when it ends. With `Order::ByKey` the order then holds across the
-    /// fleet; failed messages therefore wait in the consumer, whatever their delay. An existing queue
-    /// without the argument is an error.
+    /// Declares the queue with `x-single-active-consumer`: only one of its consumers receives
+    /// messages, and RabbitMQ activates another one when it ends. With `Order::ByKey` the order
+    /// then holds across all consumers of the queue; failed messages therefore wait in the
+    /// consumer, whatever their delay. An existing queue without the argument is an error.
     pub fn single_active_consumer(mut self) -> Self {
         self.consumers = ConsumerMode::SingleActive;
         self
@@ -269,8 +269,8 @@ impl RabbitMq {
     /// over a connection from [`client`](Self::client). Creates no queue, and changes none.
     ///
     /// Returns the error with which the source would refuse the queue, because it exists with other
-    /// arguments. `None` if it does not exist, if [`Topology`] is not `Declare`, or if the user may
-    /// not declare it.
+    /// arguments. `None` if the arguments match, if the queue does not exist, if [`Topology`] is
+    /// not `Declare`, or if the user may not declare the queue.
     ///
     /// # Errors
     /// As [`check_settings`](Self::check_settings).
@@ -314,7 +314,8 @@ impl RabbitMq {
                 "use at least 1 and at most 65535 unacknowledged deliveries; the default is 512",
             ));
         }
-        // Without delay queues, delayed deliveries count towards the prefetch, so it is not capped.
+        // Not capped with other topologies: without delay queues, deliveries that wait for a retry
+        // count towards the prefetch.
         let cap = if self.topology == Topology::Declare {
             self.in_flight.max(1).saturating_mul(2)
         } else {

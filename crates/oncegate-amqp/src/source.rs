@@ -1,4 +1,5 @@
-//! The public source, which sends commands to the driver and receives deliveries from it.
+//! The public source: sends commands to the driver, the task that owns the connections, and
+//! receives deliveries from it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -37,7 +38,7 @@ pub struct RabbitMqSource {
 impl Connect for RabbitMq {
     type Source = RabbitMqSource;
 
-    /// Refuses [`IdSource::position`], which messages of a queue do not have.
+    /// Refuses [`IdSource::position`]: messages of a queue have no position.
     fn check_id(&self, id: &IdSource) -> Result<(), SourceError> {
         if !id.reads_position() {
             return Ok(());
@@ -56,12 +57,13 @@ impl Connect for RabbitMq {
         if let Some(warning) = context.consumer_timeout_warning() {
             tracing::warn!(queue = &*context.name, "{warning}");
         }
-        // A quarter of the prefetch, so that the broker delivers more while the store has a batch.
+        // A quarter of the prefetch, so that the broker can deliver more messages while the store
+        // processes a batch.
         let max_store_batch = usize::from(context.prefetch / 4).clamp(1, 256);
         let (incoming_queue, incoming) = incoming_queue();
         let (commands, command_receiver) = unbounded_channel();
         let open_epoch = Arc::new(AtomicU64::new(0));
-        let (opened, outcome) = oneshot::channel();
+        let (opened_sender, opened_receiver) = oneshot::channel();
         let endpoints = DriverEndpoints {
             incoming_queue,
             commands: command_receiver,
@@ -75,11 +77,11 @@ impl Connect for RabbitMq {
         std::thread::Builder::new()
             .name("oncegate-amqp".into())
             .spawn(move || {
-                runtime.block_on(driver::run(driver_context, endpoints, opened));
+                runtime.block_on(driver::run(driver_context, endpoints, opened_sender));
                 runtime.shutdown_background();
             })
             .map_err(unavailable)?;
-        outcome.await.map_err(unavailable)??;
+        opened_receiver.await.map_err(unavailable)??;
         Ok(RabbitMqSource {
             incoming,
             commands,
@@ -120,19 +122,19 @@ impl Source for RabbitMqSource {
 
     async fn stop(&mut self) {
         self.incoming.stop();
-        // If the driver has stopped, `receive` returns an error.
+        // Sending fails only if the driver has stopped; then `receive` returns an error.
         let _ = self.commands.send(SourceCommand::Stop);
     }
 
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
-        let (done, finished) = oneshot::channel();
+        let (closed_sender, closed_receiver) = oneshot::channel();
         self.commands
             .send(SourceCommand::Close {
                 deadline: deadline.into(),
-                done,
+                closed_sender,
             })
             .map_err(|_| driver_stopped())?;
-        finished.await.map_err(|_| driver_stopped())?
+        closed_receiver.await.map_err(|_| driver_stopped())?
     }
 
     fn properties(&self) -> SourceProperties {

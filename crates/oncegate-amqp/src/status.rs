@@ -23,7 +23,7 @@ use crate::metric;
 #[derive(Clone, Debug, Default)]
 pub struct RabbitMqStatus(Arc<StatusCounters>);
 
-/// The values at one moment.
+/// The values of a [`RabbitMqStatus`] at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RabbitMqSnapshot {
@@ -148,7 +148,7 @@ impl SourceMetrics {
         }
     }
 
-    /// The number of unacknowledged deliveries.
+    /// Sets the number of unacknowledged deliveries.
     pub(crate) fn set_unacked(&self, unacked: usize) {
         if self
             .status
@@ -166,7 +166,7 @@ impl SourceMetrics {
         add(&self.status.0.redelivered, &self.redelivered, redelivered);
     }
 
-    /// The channel is lost.
+    /// Counts a lost channel, and begins the time without a channel.
     pub(crate) fn channel_lost(&self) {
         add(&self.status.0.channels_lost, &self.channels_lost, 1);
         self.status
@@ -194,7 +194,7 @@ impl SourceMetrics {
         add(&self.status.0.copy_retries, &self.copy_retries, count);
     }
 
-    /// The broker blocks publishing (`connection.blocked`).
+    /// Begins the time for which the broker blocks publishing (`connection.blocked`).
     pub(crate) fn blocked(&self) {
         self.status
             .0
@@ -204,15 +204,16 @@ impl SourceMetrics {
         self.blocked.set(1);
     }
 
-    /// The broker no longer blocks publishing, or the publishing connection is closed.
+    /// Ends the time for which the broker blocks publishing: the alarm is over, or the publishing
+    /// connection is closed.
     pub(crate) fn unblocked(&self) {
         let mut blocked = self.status.0.blocked();
         if let Some(since) = blocked.since.take() {
             let counted_seconds = blocked.total.as_secs();
             blocked.total += since.elapsed();
             self.blocked.set(0);
-            // The counter has whole seconds. It increases with the total, so that the fractions of
-            // several alarms are not lost.
+            // The counter counts whole seconds. It increases with the total, so that the fractions
+            // of several alarms are not lost.
             self.blocked_seconds
                 .increment(blocked.total.as_secs() - counted_seconds);
         }

@@ -37,11 +37,11 @@ impl Anomaly {
     /// The anomaly and its remedy, in one line.
     pub(crate) fn description(&self) -> String {
         match self {
-            Self::CanaryLost => "the canary key is missing or was recreated: Redis lost its keys or another consumer's last writes, or the key \
-                 was deleted"
+            Self::CanaryLost => "the canary key is missing or was recreated (<prefix>!canary, with which oncegate detects lost data): Redis lost \
+                 its keys or another consumer's last writes, or the key was deleted"
                 .into(),
             Self::WritesLost => {
-                "the canary count decreased: Redis lost its last writes, as in a failover or a power cut".into()
+                "the canary count decreased (the number of writes of this process): Redis lost its last writes, as in a failover or a power cut".into()
             }
             Self::Evicted(keys) => format!("Redis evicted {keys} keys: set maxmemory-policy noeviction and raise maxmemory"),
             Self::Restarted => "Redis restarted or failed over (another run_id); no write of this process is missing".into(),

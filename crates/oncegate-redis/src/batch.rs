@@ -28,9 +28,10 @@ mod rounds;
 /// few thousand values.
 const KEYS_PER_CALL: usize = 256;
 
+/// The answer to one operation.
 pub(crate) type VerdictResult = Result<Verdict, StoreFailure>;
 
-/// How many Cluster redirections one command follows.
+/// How often the commands of a round are sent again because a Cluster node redirected some of them.
 const MAX_REDIRECTIONS: u32 = 3;
 
 /// One command of a pipeline, with the indices of its operations.
@@ -41,8 +42,8 @@ enum BatchCommand {
     BareClaim(usize),
     /// `DEL`, for [`Guarantee::Bare`].
     BareDelete(usize),
-    /// Operations that become conditional commands or a script call once their server is known; at
-    /// least one.
+    /// Operations that become conditional commands or a script call when their server is
+    /// determined; at least one.
     Undecided(Vec<usize>),
     /// A completion or clearing without the script.
     Conditional(ConditionalCommand, usize),
@@ -61,7 +62,7 @@ impl BatchCommand {
         }
     }
 
-    fn is(&self, conditional: ConditionalCommand) -> bool {
+    fn is_conditional(&self, conditional: ConditionalCommand) -> bool {
         matches!(self, Self::Conditional(it, _) if *it == conditional)
     }
 }
@@ -130,15 +131,16 @@ fn local_answer(operation: &Operation) -> Option<VerdictResult> {
     }
 }
 
-/// A server did not reply; the later rounds of the batch are not sent.
+/// A server could not be reached or did not reply; the later rounds of the batch are not sent.
 struct BatchInterrupted;
 
+/// The state of one call of [`apply`].
 struct OperationBatch<'a> {
     router: &'a Router,
     detector: Option<&'a LossDetector>,
     durability: Durability,
     prefix: &'a [u8],
-    /// Whether the script is also used where a conditional command would do.
+    /// Whether the script is used even if a conditional command could replace it.
     script_only: bool,
     operations: &'a [Operation],
     answers: Vec<Option<VerdictResult>>,
@@ -177,7 +179,7 @@ impl OperationBatch<'_> {
         &self,
         commands: &mut Vec<RoutedCommand>,
         index: usize,
-        new: fn(Vec<usize>) -> BatchCommand,
+        new_command: fn(Vec<usize>) -> BatchCommand,
     ) {
         if let Router::Single(_) = self.router {
             for (command, _) in commands.iter_mut() {
@@ -191,7 +193,7 @@ impl OperationBatch<'_> {
                 }
             }
         }
-        commands.push((new(vec![index]), CommandTarget::Owner));
+        commands.push((new_command(vec![index]), CommandTarget::Owner));
     }
 
     /// Sends the commands, in one pipeline to each server, and the commands that follow from the
@@ -289,18 +291,18 @@ impl OperationBatch<'_> {
                 commands,
                 ..
             } = &mut pipelines[at];
-            let known = &connections.get(connection_kind).conditional;
-            self.add_for_server(command, known, commands);
+            let support = &connections.get(connection_kind).conditional;
+            self.add_for_server(command, support, commands);
         }
         Ok(pipelines)
     }
 
-    /// Adds a command. Undecided operations become conditional commands if the server has them, else a
-    /// script call.
+    /// Adds a command to those for a server. [`BatchCommand::Undecided`] becomes conditional
+    /// commands if the server has them, otherwise a script call.
     fn add_for_server(
         &self,
         command: BatchCommand,
-        known: &ConditionalSupport,
+        support: &ConditionalSupport,
         commands: &mut Vec<BatchCommand>,
     ) {
         let BatchCommand::Undecided(call) = command else {
@@ -309,12 +311,14 @@ impl OperationBatch<'_> {
         };
         let mut by_script = Vec::new();
         for index in call {
-            match known.use_for(&self.operations[index]) {
+            match support.plan_for(&self.operations[index]) {
                 _ if self.script_only => by_script.push(index),
                 SendPlan::All(conditional) => {
                     commands.push(BatchCommand::Conditional(conditional, index));
                 }
-                SendPlan::One(conditional) if !commands.iter().any(|it| it.is(conditional)) => {
+                SendPlan::One(conditional)
+                    if !commands.iter().any(|it| it.is_conditional(conditional)) =>
+                {
                     commands.push(BatchCommand::Conditional(conditional, index));
                 }
                 SendPlan::One(_) | SendPlan::Script => by_script.push(index),
@@ -339,7 +343,7 @@ impl OperationBatch<'_> {
         }
     }
 
-    /// Reads the replies of one server. Returns whether it redirected a command.
+    /// Reads the replies of one server. Returns whether redirected commands are to be sent again.
     fn read_replies(
         &mut self,
         server_pipeline: ServerPipeline,
@@ -375,15 +379,15 @@ impl OperationBatch<'_> {
                 let connection = server_pipeline
                     .connections
                     .get(server_pipeline.connection_kind);
-                connection.conditional.learn(conditional, &reply);
+                connection.conditional.record_reply(conditional, &reply);
             }
             let operations = command.operations().to_vec();
             self.read(command, reply, follow_up);
             if let Err(failure) = &replicated {
-                self.revoke(&operations, failure, |_| true);
+                self.replace_grants(&operations, failure, |_| true);
             }
             if let Err(failure) = &intact {
-                self.revoke(&operations, failure, is_at_most_once_claim);
+                self.replace_grants(&operations, failure, is_at_most_once_claim);
             }
         }
         redirected && redirections > 0
@@ -391,7 +395,7 @@ impl OperationBatch<'_> {
 
     /// Replaces grants and renewals by a failure: too few replicas have them, or the server lost
     /// data.
-    fn revoke(
+    fn replace_grants(
         &mut self,
         operations: &[usize],
         failure: &StoreFailure,
@@ -418,7 +422,7 @@ impl OperationBatch<'_> {
             BatchCommand::Claim(index) => {
                 let operation = &self.operations[*index];
                 let (record, horizon) = (
-                    record::granted(operation, 1),
+                    record::first_claim(operation, 1),
                     record::expiry(operation.terms.horizon()),
                 );
                 let mut set = Cmd::with_capacity(7, 256);

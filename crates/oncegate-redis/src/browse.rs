@@ -20,7 +20,9 @@ use crate::store::Redis;
 pub struct Browse {
     prefix: Arc<[u8]>,
     pattern: Vec<u8>,
+    /// The `COUNT` of each `SCAN`.
     page: usize,
+    /// The primaries that are not scanned completely; `cursor` is that of the first.
     servers: VecDeque<Arc<ConnectionPair>>,
     cursor: Vec<u8>,
 }
@@ -220,6 +222,7 @@ fn read_commands(key: &[u8]) -> [Cmd; 2] {
     ["GET", "PTTL"].map(|name| redis::cmd(name).arg(key).to_owned())
 }
 
+/// Sends the commands in one pipeline; a reply may be [`Value::ServerError`].
 pub(crate) async fn send(
     connections: &ConnectionPair,
     commands: &[Cmd],

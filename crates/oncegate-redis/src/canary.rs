@@ -4,8 +4,8 @@
 //! `!canary:<process>:` holds the write count of one process, incremented with each check and, as
 //! the last write, with each pipeline of at-most-once claims. A crash or a failover loses the end
 //! of the log, so a process whose count is complete has all of its claims. A process whose count
-//! decreased replaces the generation, which shows the loss to all other processes. It increments
-//! the count only after it has read the decreased one.
+//! decreased replaces the generation, which shows the loss to all other processes. A decreased
+//! count is not incremented before its process has read it.
 
 use std::time::Duration;
 
@@ -25,7 +25,9 @@ pub(crate) const COUNT_VALID_FOR: Duration = Duration::from_secs(12 * 3600);
 /// The canary keys on one server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CanaryKeys {
+    /// The key of the generation, which all processes share.
     pub(crate) shared: Vec<u8>,
+    /// The key of this process's write count.
     pub(crate) own: Vec<u8>,
 }
 
@@ -126,8 +128,8 @@ fn reply_error(reply: &Value) -> CanaryError {
     }
     if code == "WRONGTYPE" {
         return CanaryError::Failed(StoreFailure::misconfigured(format!(
-            "Redis replied {code} {detail}: another program wrote the key <prefix>!canary, or one that begins so, by which lost data is \
-             detected; delete it, and set a separate key prefix with Redis::prefix"
+            "Redis replied {code} {detail}: another program wrote the key <prefix>!canary, or one whose name begins with it; \
+             oncegate detects lost data with these keys; delete the other program's key, and set a separate key prefix with Redis::prefix"
         )));
     }
     CanaryError::Failed(crate::failure::from_server_error(code, detail))

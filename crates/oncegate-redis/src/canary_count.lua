@@ -1,5 +1,6 @@
--- Increments the write count of one process and returns it. A count below the expected minimum is not incremented: if this
--- reply were lost, an incremented count would hide the loss of writes from the next check.
+-- Increments the write count of one process and returns it. A count below the expected minimum, ARGV[2], is not incremented: if
+-- this reply were lost, an incremented count would hide the loss of writes from the next check. ARGV[1]: the expiry in
+-- milliseconds.
 local count = tonumber(redis.call('GET', KEYS[1]) or 0) or 0
 if count >= tonumber(ARGV[2]) then
   count = count + 1

@@ -34,7 +34,8 @@ pub(crate) struct Cluster {
 struct TopologyCache {
     /// The last slot map.
     map: Option<Arc<SlotMap>>,
-    /// All known addresses: the seeds, the nodes of the last map, and those that a node named since.
+    /// The connections by address: to the seeds, the nodes of the last map, and the targets of
+    /// redirections since.
     nodes: HashMap<String, Arc<ConnectionPair>>,
     /// The node that is queried first for the next slot map: another one each time, since any node
     /// may have an old map.
@@ -49,6 +50,7 @@ pub(crate) struct SlotMap {
     keys: Lock<HashMap<String, KeysByName>>,
 }
 
+/// The keys on one node, by the name that they begin with.
 type KeysByName = HashMap<Vec<u8>, Vec<u8>>;
 
 /// How long a slot counts as migrating after an `ASK` redirection.
@@ -83,7 +85,7 @@ impl SlotMap {
             .filter(|address| !address.is_empty())
     }
 
-    /// How many slots have a primary.
+    /// The number of slots that have a primary.
     fn served(&self) -> u16 {
         let mut next = 0;
         let mut served = 0;
@@ -233,7 +235,7 @@ impl Cluster {
             state.map = Some(map.clone());
             return Ok(map);
         }
-        // No operation was sent: an unanswered query is no unknown outcome.
+        // No operation was sent, so the outcome is known even if a query got no reply.
         Err(match last_failure {
             Some(StoreFailure::Unknown(problem)) => StoreFailure::NotApplied(problem),
             Some(failure) => failure,

@@ -1,9 +1,10 @@
 //! Commands that change a key only if it has an expected value: `SET … IFEQ` (Valkey 8.1, Redis 8.4),
 //! `DELIFEQ` (Valkey 9.0) and `DELEX … IFEQ` (Redis 8.4).
 //!
-//! Nearly every completion finds its own claim unchanged. Then one of these commands replaces
-//! `apply.lua`, and costs less. If the value differs, or the command fails, `apply.lua` runs. The reply
-//! to the first command on each connection shows whether the server has it.
+//! Nearly every completion finds its own claim unchanged. Then one of these commands does the same
+//! as `apply.lua` at a lower cost. If the value differs, or the server does not have the command,
+//! `apply.lua` runs. The reply to the first command on each connection shows whether the server has
+//! it.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -20,10 +21,10 @@ pub(crate) enum ConditionalCommand {
     DelEx,
 }
 
-/// What the replies have shown about one conditional command.
+/// Whether the server has one conditional command, as far as its replies have shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CommandSupport {
-    /// One command is sent to find out.
+    /// No reply has shown it yet; one command is sent to find out.
     Untested = 0,
     Available = 1,
     /// The server does not have it, or the user has no right to it.
@@ -48,13 +49,13 @@ pub(crate) enum SendPlan {
 impl ConditionalSupport {
     /// Resets the results: the connection is new, perhaps to another server.
     pub(crate) fn reset(&self) {
-        for known in &self.0 {
-            known.store(CommandSupport::Untested as u8, Ordering::Relaxed);
+        for support in &self.0 {
+            support.store(CommandSupport::Untested as u8, Ordering::Relaxed);
         }
     }
 
     /// How operations like this one are sent.
-    pub(crate) fn use_for(&self, operation: &Operation) -> SendPlan {
+    pub(crate) fn plan_for(&self, operation: &Operation) -> SendPlan {
         let candidates: &[ConditionalCommand] = match (operation.ask, operation.terms.guarantee) {
             (Ask::Complete, _) => &[ConditionalCommand::SetIfEqual],
             // After a first attempt without effect there is nothing to keep: the marker is deleted. Later
@@ -68,32 +69,33 @@ impl ConditionalSupport {
             _ => &[],
         };
         for &candidate in candidates {
-            let known = self.0[candidate as usize].load(Ordering::Relaxed);
-            if known == CommandSupport::Available as u8 {
+            let support = self.0[candidate as usize].load(Ordering::Relaxed);
+            if support == CommandSupport::Available as u8 {
                 return SendPlan::All(candidate);
             }
-            if known == CommandSupport::Untested as u8 {
+            if support == CommandSupport::Untested as u8 {
                 return SendPlan::One(candidate);
             }
         }
         SendPlan::Script
     }
 
-    /// Learns from a reply.
-    pub(crate) fn learn(&self, command: ConditionalCommand, reply: &Value) {
-        let known = match reply {
+    /// Records whether the server has the command, if the reply shows it.
+    pub(crate) fn record_reply(&self, command: ConditionalCommand, reply: &Value) {
+        let support = match reply {
             Value::ServerError(error) if is_unavailable(error.code()) => {
                 CommandSupport::Unavailable
             }
             Value::ServerError(_) => return,
             _ => CommandSupport::Available,
         };
-        self.0[command as usize].store(known as u8, Ordering::Relaxed);
+        self.0[command as usize].store(support as u8, Ordering::Relaxed);
     }
 }
 
-/// Whether a server replies so to a command that it does not have (`ERR`; servers and proxies word it
-/// differently), or that the user may not call. Other failures have other codes.
+/// Whether an error with this code may mean that the server does not have the command (`ERR`; the
+/// texts of servers and proxies differ), or that the user may not call it. Other failures have
+/// other codes.
 fn is_unavailable(code: &str) -> bool {
     matches!(code, "ERR" | "NOPERM")
 }
@@ -114,7 +116,7 @@ pub(crate) fn needs_script(command: ConditionalCommand, reply: &Value) -> bool {
 /// Builds the command. The expected value is the marker of a claim without earlier crashes, unknown
 /// effects or redrives; the script handles any other marker.
 pub(crate) fn command(command: ConditionalCommand, key: &[u8], operation: &Operation) -> Cmd {
-    let expected = record::granted(operation, operation.attempt);
+    let expected = record::first_claim(operation, operation.attempt);
     let mut sent = Cmd::with_capacity(7, 256);
     match command {
         ConditionalCommand::SetIfEqual => sent
@@ -173,60 +175,60 @@ mod tests {
     #[test]
     fn one_command_finds_out_what_the_server_has() {
         let complete = operation(Ask::Complete, 1, Guarantee::AtMostOnce);
-        let known = ConditionalSupport::default();
+        let support = ConditionalSupport::default();
         assert_eq!(
-            known.use_for(&complete),
+            support.plan_for(&complete),
             SendPlan::One(ConditionalCommand::SetIfEqual)
         );
-        // Says nothing about the command.
-        known.learn(
+        // This error does not show whether the server has the command.
+        support.record_reply(
             ConditionalCommand::SetIfEqual,
             &error("OOM command not allowed"),
         );
         assert_eq!(
-            known.use_for(&complete),
+            support.plan_for(&complete),
             SendPlan::One(ConditionalCommand::SetIfEqual)
         );
-        known.learn(ConditionalCommand::SetIfEqual, &Value::Nil);
+        support.record_reply(ConditionalCommand::SetIfEqual, &Value::Nil);
         assert_eq!(
-            known.use_for(&complete),
+            support.plan_for(&complete),
             SendPlan::All(ConditionalCommand::SetIfEqual)
         );
-        known.reset();
+        support.reset();
         assert_eq!(
-            known.use_for(&complete),
+            support.plan_for(&complete),
             SendPlan::One(ConditionalCommand::SetIfEqual)
         );
         for line in UNKNOWN {
-            known.reset();
-            known.learn(ConditionalCommand::SetIfEqual, &error(line));
-            assert_eq!(known.use_for(&complete), SendPlan::Script, "{line}");
+            support.reset();
+            support.record_reply(ConditionalCommand::SetIfEqual, &error(line));
+            assert_eq!(support.plan_for(&complete), SendPlan::Script, "{line}");
         }
     }
 
     #[test]
     fn the_command_of_valkey_is_tried_before_that_of_redis() {
         let clear = operation(Ask::Clear(Effect::Nothing), 1, Guarantee::EffectivelyOnce);
-        let known = ConditionalSupport::default();
+        let support = ConditionalSupport::default();
         assert_eq!(
-            known.use_for(&clear),
+            support.plan_for(&clear),
             SendPlan::One(ConditionalCommand::DelIfEq)
         );
-        known.learn(ConditionalCommand::DelIfEq, &error(UNKNOWN[2]));
+        support.record_reply(ConditionalCommand::DelIfEq, &error(UNKNOWN[2]));
         assert_eq!(
-            known.use_for(&clear),
+            support.plan_for(&clear),
             SendPlan::One(ConditionalCommand::DelEx)
         );
-        known.learn(ConditionalCommand::DelEx, &Value::Int(0));
+        support.record_reply(ConditionalCommand::DelEx, &Value::Int(0));
         assert_eq!(
-            known.use_for(&clear),
+            support.plan_for(&clear),
             SendPlan::All(ConditionalCommand::DelEx)
         );
     }
 
     #[test]
     fn only_the_marker_of_a_first_attempt_is_deleted_without_the_script() {
-        let known = ConditionalSupport::default();
+        let support = ConditionalSupport::default();
         let by_script = [
             (Ask::Clear(Effect::Nothing), 2, Guarantee::EffectivelyOnce),
             (Ask::Clear(Effect::Unknown), 1, Guarantee::EffectivelyOnce),
@@ -238,7 +240,11 @@ mod tests {
         ];
         for (ask, attempt, guarantee) in by_script {
             let operation = operation(ask, attempt, guarantee);
-            assert_eq!(known.use_for(&operation), SendPlan::Script, "{operation:?}");
+            assert_eq!(
+                support.plan_for(&operation),
+                SendPlan::Script,
+                "{operation:?}"
+            );
         }
     }
 

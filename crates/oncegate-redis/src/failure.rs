@@ -32,7 +32,7 @@ pub(crate) fn from_server_error(code: &str, detail: &str) -> StoreFailure {
             "{reply}: the server cannot write to its disk; free space on it"
         )),
         "NOREPLICAS" => StoreFailure::not_applied(format!(
-            "{reply}: start the replicas that min-replicas-to-write of the server demands"
+            "{reply}: start as many replicas as min-replicas-to-write of the server requires"
         )),
         "LOADING" | "READONLY" | "BUSY" | "MASTERDOWN" | "TRYAGAIN" => {
             StoreFailure::not_applied(reply)
@@ -103,7 +103,7 @@ fn permission_remedy(detail: &str) -> String {
     match denied {
         // All rights at once: otherwise each run of a tool reports only the next missing one.
         Some(right) if tool_rights::rights().any(|tool| tool == right) => format!(
-            "the user in the URL needs it for operator commands, run ACL SETUSER {user} {}",
+            "the user in the URL needs this right for operator commands: run ACL SETUSER {user} {}",
             tool_rights::rights().collect::<Vec<_>>().join(" ")
         ),
         _ => format!(

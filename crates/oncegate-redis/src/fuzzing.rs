@@ -1,22 +1,22 @@
-//! For the fuzz targets and measurements of this repository. No part of the API: any release may
-//! change it.
+//! For the fuzz targets and measurements of this repository. Not part of the API: any release may
+//! change this module.
 
 use oncegate_core::marker::Marker;
 
 use crate::record;
 use crate::store::Redis;
 
-/// The marker of a value in Redis, if it is one.
+/// The marker that a value in Redis encodes; `None` if it is not a marker of this release.
 pub fn decode_marker(value: &[u8]) -> Option<Marker> {
     record::decode(value).ok()
 }
 
-/// The value of a marker.
+/// The value in Redis that encodes a marker; empty for an absent one.
 pub fn encode_marker(marker: &Marker) -> String {
     record::encode(marker)
 }
 
-/// The store, with the script also where the server has commands that compare values.
+/// The store, but with the script for all completions, even if the server has conditional commands.
 pub fn script_only(mut store: Redis) -> Redis {
     store.script_only = true;
     store

@@ -28,6 +28,7 @@ impl InfoReply {
         )
     }
 
+    /// Reads the reply to `INFO`.
     pub(crate) fn read(reply: Value) -> Result<Self, StoreFailure> {
         match reply {
             Value::BulkString(info) => Ok(Self(String::from_utf8_lossy(&info).into_owned())),
@@ -40,12 +41,14 @@ impl InfoReply {
         }
     }
 
+    /// The value of a field.
     pub(crate) fn field(&self, name: &str) -> Option<&str> {
         self.0
             .lines()
             .find_map(|line| line.trim_end().strip_prefix(name)?.strip_prefix(':'))
     }
 
+    /// The value of a field that is a whole number.
     pub(crate) fn number(&self, name: &str) -> Option<u64> {
         self.field(name)?.parse().ok()
     }

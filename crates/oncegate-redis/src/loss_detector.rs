@@ -30,18 +30,18 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// How often a server is checked while this process has a canary generation to replace.
 const CHECK_INTERVAL_WHILE_REPLACING: Duration = Duration::from_millis(100);
 
-/// How long at most once pauses after a restart of the server. A process that lost its last writes
-/// notices it with its next claim, which it sends at least once a second, and replaces the canary
+/// How long at most once pauses after a restart of the server. Meanwhile each other process that
+/// lost its last writes and has messages detects this with its next claim, and replaces the canary
 /// generation.
 const RESTART_PAUSE: Duration = Duration::from_secs(3);
 
-/// The largest clock error between two checks. Half of the shortest at-most-once lease applies if
+/// The tolerated clock error between two checks. Half of the shortest at-most-once lease applies if
 /// that is less, since a lease is renewed after a third; a thousandth of the elapsed time is added.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(2);
 
 /// Checks the servers periodically and compares each check with the ones before.
 pub(crate) struct LossDetector {
-    /// Identifies the counts of this process.
+    /// Identifies the count keys of this process.
     process: Token,
     state: Lock<DetectorState>,
 }
@@ -58,11 +58,12 @@ impl Default for LossDetector {
 #[derive(Default)]
 struct DetectorState {
     last_check: Option<Instant>,
-    /// What kept the last checks from being made, as it was logged.
+    /// The configuration error that made the last checks fail, as it was logged.
     misconfigured: Option<String>,
-    /// By key. In a Cluster each primary has a canary; it moves to another node with its slot.
+    /// The last observation of each canary, by its key. In a Cluster each primary has a canary,
+    /// which moves with its slot to another node.
     canaries: HashMap<Vec<u8>, KnownCanary>,
-    /// By key.
+    /// The minimum of each write count, by its key.
     counts: HashMap<Vec<u8>, KnownCount>,
     /// The last snapshot of each server process, by its `run_id`.
     servers: HashMap<String, ServerSnapshot>,
@@ -72,7 +73,8 @@ struct DetectorState {
     clock_jump: Option<(Instant, Duration)>,
     /// The shortest lease of an at-most-once claim.
     shortest_lease: Option<Duration>,
-    /// When another `run_id` was seen that may lack the last writes of the one before.
+    /// When a server with another `run_id` was seen, which may lack the last writes of the one
+    /// before.
     restarted_at: Option<Instant>,
 }
 
@@ -83,17 +85,19 @@ struct KnownCanary {
     generation: Option<Vec<u8>>,
     /// The `run_id` of the server process that had it last.
     server: Option<String>,
-    /// Whether a missing generation is a loss: it survives what may happen without one, such as a
-    /// failover.
+    /// Whether a missing generation is a loss. With [`Durability::Replicas`] only after replicas
+    /// have acknowledged the generation: before that a failover may lose it without losing a claim.
     is_baseline: bool,
-    /// Whether this process must replace it, because its writes were lost.
+    /// Whether this process must replace the generation, because the server lost writes of this
+    /// process.
     replace: bool,
 }
 
-/// The count that a server must have reached: granted claims were written before it.
+/// The write count that a server must have reached: granted claims were written before it.
 #[derive(Clone, Copy, Debug)]
 struct KnownCount {
     minimum: u64,
+    /// When the minimum was set.
     at: Instant,
 }
 
@@ -104,7 +108,7 @@ pub(crate) struct CanaryExpectation {
     pub(crate) minimum: u64,
 }
 
-/// Which values of a reply the server must keep from now on.
+/// Which values of a canary reply the server must keep from now on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CanaryBaseline {
     /// Generation and count: granted claims depend on them.
@@ -238,6 +242,8 @@ impl LossDetector {
             })
     }
 
+    /// Checks the server, and once more if the first check found that this process must replace the
+    /// canary's generation.
     async fn check_connection(
         &self,
         connection: &PinnedConnection<'_>,
@@ -248,7 +254,7 @@ impl LossDetector {
         self.check_once(connection, router, keys.clone(), durability)
             .await?;
         match keys {
-            // Replaces the generation at once, for the other processes to see.
+            // Replaces the generation at once, so that the other processes detect the loss.
             Some(keys) if self.expectation(keys.clone()).canary.replace => {
                 self.check_once(connection, router, Some(keys), durability)
                     .await
@@ -257,6 +263,7 @@ impl LossDetector {
         }
     }
 
+    /// Sends one check and records its result.
     async fn check_once(
         &self,
         connection: &PinnedConnection<'_>,
@@ -336,7 +343,8 @@ impl LossDetector {
             .for_each(|anomaly| state.report(&anomaly));
     }
 
-    /// Why a claim on these terms must not be sent now.
+    /// Why a claim on these terms must not be sent now; `None` if it may. Updates the gauge
+    /// [`PAUSED`] and the shortest lease.
     pub(crate) fn claim_refusal(&self, terms: &Terms) -> Option<StoreFailure> {
         if terms.guarantee != Guarantee::AtMostOnce {
             return None;
@@ -424,7 +432,7 @@ impl DetectorState {
                     // came back without its last writes is followed by its replicas, which then
                     // lose them too.
                     let lost_nothing = baseline == CanaryBaseline::Unchanged
-                        && before.is_some_and(|before| snapshot.took_over_from(before));
+                        && before.is_some_and(|before| snapshot.was_replica_of(before));
                     if !lost_nothing {
                         self.restarted_at = Some(Instant::now());
                     }

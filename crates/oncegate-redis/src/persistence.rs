@@ -6,8 +6,8 @@ use crate::failure::StoreFailure;
 use crate::info::InfoReply;
 use crate::router::Router;
 
-/// The version of one server, and the risks of losing data of all that were inspected, each with
-/// the setting to change.
+/// The version of one server, and the risks that the inspected servers lose data, each with the
+/// setting to change.
 #[derive(Debug, Default)]
 struct PersistenceReport {
     version: String,
@@ -47,8 +47,8 @@ async fn inspect_servers(router: &Router) -> Result<Persistence, StoreFailure> {
     Ok(all.persistence())
 }
 
-/// Fails while the append-only file cannot be written, for example because the disk is full. Not a
-/// risk but an outage: Redis rejects writes until it can write the file again.
+/// Fails while the append-only file cannot be written, for example because the disk is full. This
+/// is not a risk but an outage: Redis rejects writes until it can write the file again.
 fn check_writable(info: &InfoReply) -> Result<(), StoreFailure> {
     match (
         info.field("aof_enabled"),

@@ -6,16 +6,16 @@ use crate::durability::Durability;
 
 /// The bytes of one done marker with its key, expiry and share of the hash tables, for `processed:`
 /// and a 36-byte id. Measured just after Redis doubled its table; otherwise about 20 bytes less.
-const DONE: u64 = 175;
+const DONE_BYTES: u64 = 175;
 
 /// The additional bytes of a fingerprint.
-const FINGERPRINT: u64 = 16;
+const FINGERPRINT_BYTES: u64 = 16;
 
 /// The additional bytes of a marker in progress.
-const IN_PROGRESS: u64 = 112;
+const IN_PROGRESS_BYTES: u64 = 112;
 
 /// The bytes of the measured key: `processed:` and a UUID.
-const MEASURED_KEY: u64 = 46;
+const MEASURED_KEY_BYTES: u64 = 46;
 
 /// The content of done markers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,7 +42,7 @@ pub enum Markers {
 pub struct Load {
     /// New ids a second, averaged over a window. Default: 1,000.
     pub messages_per_second: u64,
-    /// How long a done id is remembered. Default: 24 h.
+    /// How long a done id is stored. Default: 24 h.
     pub window: Duration,
     /// The bytes of a key: prefix, scope and id. Default: 46, `processed:` and a UUID.
     pub key_bytes: u64,
@@ -63,7 +63,7 @@ impl Default for Load {
         Self {
             messages_per_second: 1_000,
             window: Duration::from_secs(24 * 3600),
-            key_bytes: MEASURED_KEY,
+            key_bytes: MEASURED_KEY_BYTES,
             markers: Markers::Plain,
             processes: 1,
             in_flight: 512,
@@ -99,18 +99,18 @@ pub fn plan(load: &Load) -> Plan {
     let in_progress = load.processes.saturating_mul(load.in_flight);
     let longer_key = load
         .key_bytes
-        .saturating_sub(MEASURED_KEY)
+        .saturating_sub(MEASURED_KEY_BYTES)
         .checked_next_multiple_of(8)
         .unwrap_or(u64::MAX);
     let fingerprint = if load.markers == Markers::WithFingerprint {
-        FINGERPRINT
+        FINGERPRINT_BYTES
     } else {
         0
     };
-    let each = (DONE + fingerprint).saturating_add(longer_key);
+    let each = (DONE_BYTES + fingerprint).saturating_add(longer_key);
     let bytes = done
         .saturating_mul(each)
-        .saturating_add(in_progress.saturating_mul(each.saturating_add(IN_PROGRESS)));
+        .saturating_add(in_progress.saturating_mul(each.saturating_add(IN_PROGRESS_BYTES)));
     let memory = bytes.div_ceil(load.primaries.max(1));
     let replicas = match load.durability {
         Durability::Primary => 0,
@@ -185,7 +185,11 @@ mod tests {
             ..Load::default()
         };
         assert_eq!(plan(&all).memory, u64::MAX);
-        for key_bytes in [u64::MAX, u64::MAX - 7, u64::MAX - MEASURED_KEY - DONE] {
+        for key_bytes in [
+            u64::MAX,
+            u64::MAX - 7,
+            u64::MAX - MEASURED_KEY_BYTES - DONE_BYTES,
+        ] {
             let long = Load {
                 key_bytes,
                 markers: Markers::WithFingerprint,

@@ -60,8 +60,8 @@ async fn check_servers(router: &Router, request: PreflightRequest<'_>) -> Result
         let mut report = match InfoReply::of(connections).await {
             Ok(info) => {
                 router.check_role(&info)?;
-                // The address may belong to the primary after a failover. At most once refuses a
-                // replica: see `persistence`.
+                // Retried, because the server may be the primary again after a failover. At most
+                // once refuses a replica: see `persistence`.
                 if info.field("role") == Some("slave") && request.guarantee != Guarantee::AtMostOnce
                 {
                     return Err(StoreFailure::not_applied(format!(
@@ -253,6 +253,7 @@ struct TrialCommand {
     command: Cmd,
 }
 
+/// The commands that the guarantee needs, with their rights.
 fn trials(probe: &[u8], router: &Router, request: PreflightRequest<'_>) -> Vec<TrialCommand> {
     let on_probe = |name: &str| redis::cmd(name).arg(probe).to_owned();
     let trial = |name, right, command| TrialCommand {
@@ -339,7 +340,7 @@ async fn try_commands(
         let (code, detail) = (error.code(), error.details().unwrap_or_default());
         let name = &trial.name;
         match crate::failure::from_server_error(code, detail) {
-            // Its slots are migrating, or a failover is in progress.
+            // A slot of this server is migrating, or a failover is in progress.
             _ if matches!(router, Router::Cluster(_)) && is_not_served(code) => {
                 router.invalidate_slot(migrating_slot(code, detail));
                 return Err(StoreFailure::not_applied(format!(

@@ -6,8 +6,8 @@
 //!
 //! ```text
 //! v1 p <token> <attempts> <lease ms> <horizon ms> <guarantee a|e|b> <fingerprint or ->   in progress
-//! v1 w …                                                                                 in doubt, not being reconciled
-//! v1 r …                                                                                 in doubt, its holder reconciles
+//! v1 w …                                                                                 in doubt, no holder reconciles it
+//! v1 r …                                                                                 in doubt, its holder reconciles it
 //! v1 x <attempt> <fingerprint or ->                                                      rejected
 //! v1 c <attempts>                                                                        cleared
 //! ```
@@ -15,6 +15,9 @@
 //! `<attempts>` is `<number> <base> <crashes> <n|u>`: the number of the last attempt, how many
 //! attempts `max_attempts` does not count, how many ended in a crash since the id was last redriven,
 //! and whether earlier attempts had no effect (`n`) or an unknown one (`u`).
+//!
+//! `<horizon ms>` is the time after the last write at which the marker expires, if nobody resolves
+//! it.
 //!
 //! `apply.lua` reads and writes the same format.
 
@@ -25,7 +28,8 @@ use oncegate_core::marker::{
     Attempts, Doubt, Effect, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token,
 };
 
-/// The longest time in a record or an expiry, a hundred years: a longer one overflows in Redis.
+/// The longest time in a record or an expiry, a hundred years: the expiry of a longer one overflows
+/// in Redis.
 const LONGEST_MS: u64 = 100 * 365 * 24 * 3600 * 1000;
 
 /// The version of the records that this release reads and writes.
@@ -66,13 +70,12 @@ pub(crate) fn token(token: Token) -> String {
 }
 
 /// A fingerprint as 18 digits, or `-`.
-fn fingerprint(fingerprint: Option<Fingerprint>) -> String {
+fn format_fingerprint(fingerprint: Option<Fingerprint>) -> String {
     fingerprint.map_or_else(|| "-".into(), |value| format!("{:018}", value.get()))
 }
 
-/// The record of a granted first claim with this operation's token and terms, and this attempt
-/// number.
-pub(crate) fn granted(operation: &Operation, attempt: u32) -> String {
+/// The record of a first claim with this operation's token and terms, and this attempt number.
+pub(crate) fn first_claim(operation: &Operation, attempt: u32) -> String {
     let Operation { token, terms, .. } = *operation;
     let Terms {
         guarantee,
@@ -107,15 +110,15 @@ pub(crate) fn encode(marker: &Marker) -> String {
         Marker::InDoubt(hold, Doubt::Reconciling) => format_hold('r', hold),
         Marker::Rejected {
             attempt,
-            fingerprint: body,
-        } => format!("v1 x {attempt} {}", fingerprint(*body)),
-        Marker::Done(body) => done(*body),
+            fingerprint,
+        } => format!("v1 x {attempt} {}", format_fingerprint(*fingerprint)),
+        Marker::Done(fingerprint) => done(*fingerprint),
     }
 }
 
 /// The record of a done marker.
 pub(crate) fn done(fingerprint: Option<Fingerprint>) -> String {
-    fingerprint.map_or_else(|| "1".into(), |body| format!("-1{:018}", body.get()))
+    fingerprint.map_or_else(|| "1".into(), |value| format!("-1{:018}", value.get()))
 }
 
 fn format_attempts(
@@ -148,7 +151,7 @@ fn format_hold(kind: char, hold: &Hold) -> String {
         hold.token.0
     );
     let _ = match hold.fingerprint {
-        Some(body) => write!(record, "{:018}", body.get()),
+        Some(fingerprint) => write!(record, "{:018}", fingerprint.get()),
         None => write!(record, "-"),
     };
     record
@@ -176,7 +179,7 @@ pub(crate) fn decode(raw: &[u8]) -> Result<Marker, DecodeError> {
     parse(text).ok_or(DecodeError::NotAMarker)
 }
 
-/// A version as a number; one that is too large for it is the largest.
+/// A version as a number; [`u64::MAX`] if it is larger.
 pub(crate) fn read_version(digits: &str) -> u64 {
     digits.parse().unwrap_or(u64::MAX)
 }

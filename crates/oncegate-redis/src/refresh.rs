@@ -2,9 +2,9 @@
 
 use crate::router::Router;
 
-/// When it is dropped, and the batch found a reason: before the next command the slot map is fetched
-/// again (Cluster), or the connection is opened again (single server). Works on drop because
-/// a caller may cancel the batch: a renewal waits only for a part of its lease.
+/// If the batch found a reason, dropping this guard invalidates the topology: before the next
+/// command the store fetches the slot map again (Cluster), or reconnects (single server). It does
+/// so on drop because a caller may cancel the batch: a renewal waits only for a part of its lease.
 pub(crate) struct TopologyRefresh<'a> {
     router: &'a Router,
     /// Whether a server replied that it does not own the key or is no primary, or, in a Cluster, did

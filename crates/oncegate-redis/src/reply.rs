@@ -73,7 +73,7 @@ pub(crate) fn verdict(value: &Value) -> VerdictResult {
     })
 }
 
-/// The failure for a reply of a type that the command never has.
+/// The failure for a reply of a type that the command never returns.
 pub(crate) fn wrong_type(command: &str) -> StoreFailure {
     StoreFailure::unknown(format!("unexpected type of reply from Redis to {command}"))
 }
@@ -90,6 +90,7 @@ pub(crate) fn success(reply: Option<Value>) -> Result<Value, StoreFailure> {
     }
 }
 
+/// The failure for a reply that has no meaning here; its text has the first 120 characters.
 pub(crate) fn unexpected(reply: &Value) -> StoreFailure {
     let shown: String = format!("{reply:?}").chars().take(120).collect();
     StoreFailure::unknown(format!("unexpected reply from Redis: {shown}"))

@@ -42,6 +42,7 @@ impl Deployment {
 
 /// The connections to one server.
 pub(crate) struct ConnectionPair {
+    /// For all commands that do not use `claims`.
     pub(crate) general: SharedConnection,
     /// Only with [`Durability::Replicas`], for claims and the renewals of at most once: `WAIT` blocks its
     /// connection and covers only the writes of that connection.
@@ -150,7 +151,7 @@ impl Router {
             .await
     }
 
-    /// Each primary once, with a key that it serves: `name`, in a Cluster with a number appended.
+    /// Each primary once, with a key that it serves, as of [`key_on_server`](Self::key_on_server).
     pub(crate) async fn keys_on_each_primary(
         &self,
         name: &[u8],
@@ -173,7 +174,8 @@ impl Router {
         }
     }
 
-    /// The key with this name that a server serves; `None` if it serves no slot.
+    /// A key that a server serves: `name`, in a Cluster with a number appended; `None` if the
+    /// server serves no slot.
     pub(crate) async fn key_on_server(
         &self,
         connections: &ConnectionPair,
@@ -216,7 +218,6 @@ impl Router {
                     self.setting()
                 )))
             }
-
             _ => Ok(()),
         }
     }
@@ -242,7 +243,8 @@ impl Router {
         }
     }
 
-    /// Refreshes the topology. No canary or probe key is chosen in this migrating slot for a while.
+    /// As [`invalidate`](Self::invalidate). For a minute, no canary or probe key is chosen in the
+    /// migrating slot, if there is one.
     pub(crate) fn invalidate_slot(&self, migrating: Option<u16>) {
         if let (Self::Cluster(cluster), Some(slot)) = (self, migrating) {
             cluster.migrating.add(slot);

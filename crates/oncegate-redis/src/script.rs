@@ -20,8 +20,8 @@ pub(crate) enum ScriptRef {
     Source,
 }
 
-/// Whether two operations can share a call: the same request on the same terms, apart from the
-/// fingerprint. For requests of an operator the new marker must be the same, too.
+/// Whether two operations can share a call: the same [`Ask`] on the same terms, apart from the
+/// fingerprint. For operations of an operator the new marker must be the same, too.
 pub(crate) fn can_share_call(one: &Operation, other: &Operation) -> bool {
     let shared = |terms: &Terms| (terms.guarantee, terms.lease, terms.window);
     one.ask == other.ask
@@ -37,7 +37,7 @@ pub(crate) fn call<'a>(
     operations: impl ExactSizeIterator<Item = &'a Operation> + Clone,
 ) -> Cmd {
     let count = operations.len();
-    // The arguments and bytes to reserve: a key and a record for each operation.
+    // Arguments and bytes to reserve; each operation has a key and a record.
     let mut call = start_call(script, 11 + 2 * count, 256 + 200 * count);
     call.arg(count);
     let mut key = prefix.to_vec();
@@ -62,7 +62,7 @@ pub(crate) fn call<'a>(
         .arg(seen)
         .arg(freed.map_or_else(String::new, |freed| record::encode(&freed)));
     for operation in operations {
-        call.arg(record::granted(operation, operation.attempt));
+        call.arg(record::first_claim(operation, operation.attempt));
     }
     call
 }
@@ -83,7 +83,7 @@ fn start_call(script: ScriptRef, arguments: usize, bytes: usize) -> Cmd {
     call
 }
 
-/// The name of a request in the script.
+/// The name of an operation in the script.
 fn ask_name(ask: &Ask) -> &'static str {
     match ask {
         Ask::Claim => "claim",

@@ -27,8 +27,8 @@ const REPLY_TIMEOUT: Duration = Duration::from_millis(500);
 /// The timeout for connecting.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The timeout for connecting of renewals, unless the timeout of a reply is longer: a renewal must end
-/// within a part of the lease, which leaves time to try another server.
+/// The timeout with which renewals connect, unless the timeout of a reply is longer: a renewal must
+/// end within a part of the lease, which leaves time to try another server.
 const RENEWAL_CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The default prefix of keys.
@@ -53,6 +53,7 @@ const PREFIX: &str = "processed:";
 /// ```
 #[derive(Clone)]
 pub struct Redis {
+    /// The configured servers, or the first invalid setting.
     deployment: Result<Deployment, Problem>,
     tls: TlsOptions,
     timeout: Duration,
@@ -61,25 +62,29 @@ pub struct Redis {
     loss_detector: Arc<LossDetector>,
     prefix: Arc<[u8]>,
     data_loss: DataLossPolicy,
+    /// See [`fuzzing::script_only`](crate::fuzzing::script_only).
     pub(crate) script_only: bool,
 }
 
 /// How at most once treats a server that may lose, or has lost, data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DataLossPolicy {
+    /// Refuses to start on a server that may lose data, and pauses claims after a loss.
     Pause,
+    /// Starts on such a server, and does not pause claims.
     Accept,
 }
 
 /// Whether claims wait for a check of the servers.
 enum CheckMode {
     Wait,
+    /// The check runs while the claims are sent.
     Background,
 }
 
 impl Redis {
     /// The server at `redis://[user[:password]@]host[:port][/database]`, `rediss://…` for TLS, or
-    /// `redis+unix:///path/of.sock`.
+    /// `redis+unix:///path/to/socket`.
     ///
     /// Does not connect yet. An invalid URL is [`StoreError::Misconfigured`] at the first use. The
     /// server's TLS certificate is always verified, against the system's authorities or that of
@@ -221,8 +226,9 @@ impl Redis {
         self.rebuild()
     }
 
-    /// The timeout of a reply, after which the outcome is unknown: 500 ms by default. Connecting has
-    /// a separate timeout of 2 s; for renewals it is the timeout of a reply, but 500 ms to 2 s.
+    /// The timeout of a reply, after which the outcome is unknown: 500 ms by default. Connecting
+    /// has a separate timeout of 2 s; that of renewals is the timeout of a reply, but within
+    /// 500 ms to 2 s.
     ///
     /// 0 is [`StoreError::Misconfigured`] at the first use.
     #[must_use]
@@ -234,7 +240,7 @@ impl Redis {
         self.with_setting_error(problem.map(String::from))
     }
 
-    /// Rebuilds the store; with a problem, the first use fails.
+    /// The same store with new connections; with a problem, the first use fails.
     fn with_setting_error(mut self, problem: Option<String>) -> Self {
         if let Some(problem) = problem {
             self.deployment = self.deployment.and(Err(Problem::new(problem)));
@@ -293,7 +299,7 @@ impl Redis {
         self.loss_detector.accept_loss();
     }
 
-    /// Starts a check before claims, if one is due.
+    /// Checks the servers before claims, if a check is due.
     async fn check_servers(&self, mode: CheckMode) {
         if !self.loss_detector.start_if_due() {
             return;
@@ -307,13 +313,14 @@ impl Redis {
         let check = async move { detector.check(&router, &prefix, durability).await };
         match mode {
             CheckMode::Wait => check.await,
-            // The task ends within the timeouts for connecting and for a reply.
+            // Not awaited: it ends within the timeouts for connecting and for a reply.
             CheckMode::Background => drop(tokio::spawn(check)),
         }
     }
 
-    /// The current marker of a key, which [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
-    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) compare with. Changes nothing.
+    /// Reads the current marker of a key, for the field `seen` of
+    /// [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
+    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget). Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the key holds no marker, or one of a newer release;

@@ -22,14 +22,14 @@ pub struct ToolRights {
     pub grant: String,
 }
 
-/// A value that is no marker. Created by [`Redis::foreign_value`].
+/// A value that is not a marker. Created by [`Redis::foreign_value`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ForeignValue {
     /// Its Redis type, such as `string` or `hash`.
     pub kind: String,
-    /// The bytes of a string, or the elements of another type; `None` if the server does
-    /// not return it, such as without the right to `STRLEN` or `HLEN`.
+    /// The number of bytes of a string, or of elements of another type; `None` if the server does
+    /// not return it, for example without the right to `STRLEN` or `HLEN`.
     pub length: Option<u64>,
     /// The version of the record, if a newer release of oncegate wrote it.
     pub record_version: Option<u64>,

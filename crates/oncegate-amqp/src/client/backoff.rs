@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-/// The first pause, unless it is set.
+/// The first pause of [`Backoff::up_to`].
 const DEFAULT_FIRST: Duration = Duration::from_millis(100);
-/// The longest pause, unless it is set.
+/// The longest pause of [`Backoff::default`].
 const DEFAULT_LONGEST: Duration = Duration::from_secs(5);
 
 /// Exponential backoff, 100 ms doubling to 5 s by default. Jitter shortens each pause by up to a

@@ -9,5 +9,5 @@
 
 use std::time::Duration;
 
-/// How long the confirms of a batch may take.
+/// A channel with unconfirmed copies counts as failed if no confirm arrives for this long.
 pub(crate) const CONFIRM_TIMEOUT: Duration = Duration::from_secs(30);

@@ -12,7 +12,7 @@ pub(crate) struct SourceContext {
     pub(crate) settings: QueueSettings,
     pub(crate) connector: BrokerConnector,
     pub(crate) metrics: SourceMetrics,
-    /// Queues that exist with other arguments than oncegate declares, which was logged.
+    /// The queues for which the warning about other arguments was logged.
     pub(crate) mismatches: MismatchLog,
 }
 

@@ -84,7 +84,8 @@ pub(crate) async fn redeclare(
 }
 
 /// The error with which a source refuses the consumed queue, if it exists with other arguments than
-/// the source declares. `None` if the source declares no queues, or nothing can be found out.
+/// the source declares. `None` if the arguments match, the queue does not exist, the source
+/// declares no queues, or the check failed.
 pub(crate) async fn consumed_mismatch(
     connection: &Connection,
     context: &SourceContext,
@@ -94,7 +95,8 @@ pub(crate) async fn consumed_mismatch(
     }
     let [queue, ..] = named_queues(context);
     let mut channel = connection.create_channel().await.ok()?;
-    // A queue that exists is not changed by its declaration.
+    // Fails if the queue does not exist: its declaration would create it. That of an existing queue
+    // changes nothing.
     declare_passive(&channel, &queue).await.ok()?;
     match declare(&mut channel, connection, context, &queue).await {
         Err(ConnectError::QueueMismatch(error)) => Some(error),

@@ -1,4 +1,5 @@
-//! Publishes the copies for one queue, with publisher confirms in a window.
+//! Publishes the copies for one queue with publisher confirms. Many copies may wait for their
+//! confirms at the same time.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -31,12 +32,12 @@ const MAX_ISOLATED: usize = 8;
 /// The publisher of the copies for one queue, or of one isolated copy.
 pub(crate) struct DestinationPublisher {
     context: Arc<PublisherContext>,
-    /// `None` for the publisher of an isolated copy.
+    /// New copies from the driver; `None` for the publisher of an isolated copy.
     copies: Option<UnboundedReceiver<MessageCopy>>,
     /// Copies to publish, in their order.
     waiting: VecDeque<Arc<MessageCopy>>,
-    /// Maximum number of unconfirmed copies. 1 after a failure, so that it is known which copy fails,
-    /// and no other one is published twice; grows with each confirm.
+    /// Maximum number of unconfirmed copies. 1 after a failure, to find out which copy fails and to
+    /// publish no other copy twice; grows with each confirm.
     window_limit: usize,
     backoff: Backoff,
     /// When to publish again after a failure.
@@ -45,7 +46,8 @@ pub(crate) struct DestinationPublisher {
     isolated: FuturesUnordered<BoxFuture<'static, ()>>,
 }
 
-/// The publisher is closed, or the isolated copy is confirmed or obsolete.
+/// Nothing is left to publish: the publisher is closed, or its isolated copy is confirmed or
+/// obsolete.
 struct Finished;
 
 /// Why nothing more is published on a channel.
@@ -76,7 +78,8 @@ impl DestinationPublisher {
         while let Ok(()) = self.publish_on_next_channel().await {}
     }
 
-    /// Opens a channel and publishes copies until it fails; then waits for the backoff.
+    /// Waits for a copy and for the backoff after a failure, then opens a channel and publishes
+    /// copies until the channel ends.
     async fn publish_on_next_channel(&mut self) -> Result<(), Finished> {
         while self.waiting.is_empty() {
             if self.copies.is_none() {
@@ -149,7 +152,7 @@ impl DestinationPublisher {
                 biased;
                 Some((sequence, confirm)) = confirms.next() => {
                     window.record(sequence, confirm);
-                    // All that have arrived, as `ConfirmWindow` requires.
+                    // Record all confirms that have arrived, as `ConfirmWindow` requires.
                     while let Some((sequence, confirm)) = next_ready(&mut confirms) {
                         window.record(sequence, confirm);
                     }
@@ -177,8 +180,8 @@ impl DestinationPublisher {
                 copy = copies.recv() => {
                     let mut next = Some(copy.ok_or(Finished)?);
                     while let Some(copy) = next {
-                        // A new consuming channel: copies for the lost one are obsolete, and would use
-                        // memory.
+                        // The copy comes from a new consuming channel: copies from the lost one are
+                        // obsolete, and would use memory.
                         if self.waiting.back().is_some_and(|last| last.epoch != copy.epoch) {
                             self.waiting.retain(|waiting| !self.context.is_obsolete(waiting));
                         }
@@ -240,9 +243,9 @@ impl DestinationPublisher {
         self.context.warn(&failed.failure.to_string(), pause);
     }
 
-    /// Moves a copy that closes its channel to a publisher of its own, so that it does not close the
-    /// channel of other copies again; or to the end of the queue if [`MAX_ISOLATED`] copies are isolated
-    /// already.
+    /// Moves a copy that closes its channel to a publisher of its own, so that it does not close
+    /// the channel of other copies again; or to the end of `waiting` if [`MAX_ISOLATED`] copies are
+    /// isolated already.
     fn isolate(&mut self, copy: Arc<MessageCopy>) {
         if self.isolated.len() >= MAX_ISOLATED {
             return self.waiting.push_back(copy);
@@ -260,7 +263,8 @@ impl DestinationPublisher {
         self.isolated.push(publisher.run_boxed());
     }
 
-    /// [`run`](Self::run) with a named type, since a publisher may contain others.
+    /// [`run`](Self::run) as a boxed future: the future of a publisher contains the futures of its
+    /// isolated copies, so without a box its type would be infinite.
     fn run_boxed(self) -> BoxFuture<'static, ()> {
         Box::pin(self.run())
     }

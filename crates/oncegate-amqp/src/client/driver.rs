@@ -1,7 +1,7 @@
 //! The task behind the source: it keeps a channel open and executes settlements.
 //!
-//! It runs on a thread of its own, which no handler can block, because the connection's heartbeats
-//! depend on it.
+//! The task runs on a thread of its own, together with the tasks of lapin: a handler that blocked
+//! their thread would delay the heartbeats of the connections.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -41,12 +41,12 @@ pub(crate) enum SourceCommand {
     Close {
         /// When to close even if settlements are pending.
         deadline: Instant,
-        /// Receives the outcome.
-        done: oneshot::Sender<Result<(), SourceError>>,
+        /// Where to send the outcome.
+        closed_sender: oneshot::Sender<Result<(), SourceError>>,
     },
 }
 
-/// The driver's ends of the channels to the source.
+/// The driver's ends of the queues between it and the source.
 pub(crate) struct DriverEndpoints {
     pub(crate) incoming_queue: IncomingSender,
     pub(crate) commands: UnboundedReceiver<SourceCommand>,
@@ -58,15 +58,15 @@ pub(crate) struct DriverEndpoints {
 pub(crate) async fn run(
     context: Arc<SourceContext>,
     endpoints: DriverEndpoints,
-    mut opened: oneshot::Sender<Result<(), SourceError>>,
+    mut opened_sender: oneshot::Sender<Result<(), SourceError>>,
 ) {
     let first = tokio::select! {
         first = open_session::open_first(&context) => first,
-        () = opened.closed() => return,
+        () = opened_sender.closed() => return,
     };
     let session = match first {
         Ok(session) => session,
-        Err(error) => return drop(opened.send(Err(error))),
+        Err(error) => return drop(opened_sender.send(Err(error))),
     };
     endpoints
         .open_epoch
@@ -84,10 +84,10 @@ pub(crate) async fn run(
         endpoints,
         publisher,
     };
-    let _ = opened.send(Ok(()));
+    let _ = opened_sender.send(Ok(()));
     let context = Arc::clone(&driver.context);
     driver.run_loop().await;
-    // A closed source is not unavailable.
+    // The status has no time without a channel after the source is closed.
     context.metrics.clear_unavailable();
 }
 
@@ -96,11 +96,11 @@ struct AmqpDriver {
     endpoints: DriverEndpoints,
     publisher: CopyPublisher,
     session: SessionState,
-    /// The epoch of the channel that is open, or was opened last.
+    /// The epoch of the last channel that was opened or is being opened.
     epoch: u64,
-    /// When that channel was opened.
+    /// When the last channel was opened.
     opened_at: Instant,
-    /// For reconnecting.
+    /// The pauses before reconnecting.
     backoff: Backoff,
     prefetch_mode: PrefetchMode,
     intake: IntakeState,
@@ -109,7 +109,9 @@ struct AmqpDriver {
 
 enum SessionState {
     Open(Box<ConsumerSession>),
+    /// A channel was lost, and the next one is being opened.
     Opening(BoxFuture<'static, ConsumerSession>),
+    /// The channel was lost or was not open yet when the source stopped.
     Closed,
 }
 
@@ -125,7 +127,7 @@ enum LoopExit {
 
 struct CloseRequest {
     deadline: Instant,
-    done: oneshot::Sender<Result<(), SourceError>>,
+    closed_sender: oneshot::Sender<Result<(), SourceError>>,
 }
 
 enum DriverEvent {
@@ -199,9 +201,15 @@ impl AmqpDriver {
                     .for_each(|settled| self.settle(settled, time));
             }
             SourceCommand::Stop => self.stop().await,
-            SourceCommand::Close { deadline, done } => {
+            SourceCommand::Close {
+                deadline,
+                closed_sender,
+            } => {
                 self.stop().await;
-                self.closing = Some(CloseRequest { deadline, done });
+                self.closing = Some(CloseRequest {
+                    deadline,
+                    closed_sender,
+                });
             }
         }
     }
@@ -371,7 +379,7 @@ impl AmqpDriver {
                     queue,
                     broker,
                     error,
-                    "channel lost; reconnecting; unacknowledged messages will be redelivered; if it recurs, see the log of RabbitMQ"
+                    "channel lost; reconnecting unless the source stops; unacknowledged messages will be redelivered; if it recurs, see the log of RabbitMQ"
                 );
             }
             ChannelLoss::ReplacedToRestorePrefetch => tracing::info!(
@@ -452,7 +460,7 @@ impl AmqpDriver {
             SessionState::Open(mut session) => {
                 session.flush(FlushMode::Immediate);
                 if !finished {
-                    // Time to send the last acknowledgements before the channel closes.
+                    // Wait until the last acknowledgements are sent: `close` drops them.
                     let acknowledged = async {
                         while session.is_acknowledging() {
                             session.next_event().await;
@@ -472,7 +480,7 @@ impl AmqpDriver {
         self.publisher.close(CLOSE_TIMEOUT).await;
         if let Some(closing) = self.closing.take() {
             // The receiver is dropped if the caller no longer waits for the close.
-            let _ = closing.done.send(if finished {
+            let _ = closing.closed_sender.send(if finished {
                 Ok(())
             } else {
                 Err(unfinished_close(exit))

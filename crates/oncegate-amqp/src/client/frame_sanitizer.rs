@@ -44,7 +44,7 @@ pub(crate) struct FrameSanitizer {
 /// The part of a returned message that the broker has not sent yet.
 enum ReturnedMessage {
     /// The content header and the body.
-    Properties,
+    HeaderAndBody,
     /// The body: this number of bytes.
     Body(u64),
 }
@@ -91,7 +91,7 @@ impl FrameSanitizer {
 
 /// The size of the first frame in bytes; `None` before its size field has arrived. Bytes without a
 /// frame's type count as one frame, and are passed on: a broker with another protocol version sends
-/// eight bytes of text.
+/// `AMQP` and four bytes with its version instead of a frame.
 fn frame_size(bytes: &[u8]) -> Option<usize> {
     let [kind, _, _, size @ ..] = bytes.get(..7)? else {
         return None;
@@ -133,7 +133,7 @@ fn strip_returned_message(
     let payload = frame.get(7..end)?;
     match (kind, returned.get_mut(&channel)) {
         (METHOD, _) if payload.starts_with(&RETURN) => {
-            returned.insert(channel, ReturnedMessage::Properties);
+            returned.insert(channel, ReturnedMessage::HeaderAndBody);
             None
         }
         // Another method on this channel ends the returned message.
@@ -142,7 +142,7 @@ fn strip_returned_message(
             None
         }
         // A valid content header is at least as long as an empty one.
-        (HEADER, Some(remaining @ ReturnedMessage::Properties))
+        (HEADER, Some(remaining @ ReturnedMessage::HeaderAndBody))
             if payload.len() >= EMPTY_HEADER.len() =>
         {
             let size = u64::from_be_bytes(payload.get(4..12)?.try_into().ok()?);
@@ -196,6 +196,7 @@ struct FrameReader<'a> {
 }
 
 impl FrameReader<'_> {
+    /// The payload of a method frame.
     fn method(&mut self) -> Option<()> {
         let method: [u8; 4] = self.take(4)?.try_into().ok()?;
         match method {
@@ -220,6 +221,7 @@ impl FrameReader<'_> {
         }
     }
 
+    /// The payload of a content header.
     fn header(&mut self) -> Option<()> {
         // Class, weight and the body's size.
         self.take(12)?;

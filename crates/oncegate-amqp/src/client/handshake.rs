@@ -22,8 +22,8 @@ use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
 use crate::client::quiet_executor;
 use crate::client::sanitized_stream::{self, SanitizedStream};
 
-/// Shuts the socket of an unfinished handshake down when it is dropped, unless it was
-/// [disarmed](Self::disarm).
+/// When it is dropped, shuts down the socket of an unfinished handshake. Does nothing after
+/// [`disarm`](Self::disarm).
 #[derive(Default)]
 struct HandshakeGuard(Arc<Mutex<HandshakeState>>);
 
@@ -32,7 +32,7 @@ enum HandshakeState {
     #[default]
     /// There is no socket yet.
     Connecting,
-    /// The socket is open, and the handshake runs. This is a second handle to the socket.
+    /// The socket is open, and the handshake runs. Contains a second handle to the socket.
     AwaitingBroker(TcpStream),
     /// The handshake has succeeded, or the guard was dropped: it failed, or its timeout is over.
     Finished,
@@ -78,7 +78,7 @@ pub(crate) async fn connect(
             }
             *state = HandshakeState::AwaitingBroker(socket);
             drop(state);
-            // `Plain` for lapin only: with TLS, the stream encrypts already.
+            // With `Plain` lapin adds no TLS; the stream has it already if there is a connector.
             Ok(AsyncTcpStream::Plain(stream))
         },
         properties,
@@ -91,6 +91,7 @@ pub(crate) async fn connect(
 }
 
 impl HandshakeGuard {
+    /// Keeps the socket open, because the handshake has succeeded.
     fn disarm(&self) {
         *lock(&self.0) = HandshakeState::Finished;
     }

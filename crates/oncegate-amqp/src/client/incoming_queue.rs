@@ -55,6 +55,7 @@ impl IncomingQueue {
 }
 
 impl IncomingSender {
+    /// Adds a delivery. Drops it if the queue is stopped: closing the channel requeues its message.
     pub(crate) fn deliver(&self, delivery: Delivery) {
         let mut state = self.0.state();
         if state.phase == IncomingQueuePhase::Open {
@@ -63,8 +64,8 @@ impl IncomingSender {
         }
     }
 
-    /// Removes all deliveries and reports the channel with this epoch as revoked: it is lost, and the
-    /// broker redelivers them.
+    /// Removes all deliveries and reports the channel with this epoch as revoked: the channel is
+    /// lost, and the broker redelivers its messages.
     pub(crate) fn revoke(&self, epoch: u64) {
         let mut state = self.0.state();
         state.deliveries.clear();

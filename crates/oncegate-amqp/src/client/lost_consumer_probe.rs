@@ -19,9 +19,9 @@ use tokio::time::Instant;
 
 /// How long a consumer with room in its prefetch receives nothing before the probe checks the queue.
 pub(crate) const PROBE_INTERVAL: Duration = Duration::from_secs(3);
-/// The same on a channel that replaces one without deliveries, until its first delivery: the consumer
-/// may receive nothing for another reason, for example because another consumer is the single active
-/// one.
+/// The same on a channel that replaces one whose consumer counted as lost, until its first
+/// delivery: the consumer may receive nothing for another reason, for example because another
+/// consumer is the single active one.
 pub(crate) const LONG_PROBE_INTERVAL: Duration = Duration::from_secs(60);
 /// When to check again after a check that found ready messages: the broker may be delivering them.
 const RECHECK_AFTER: Duration = Duration::from_millis(200);
@@ -61,7 +61,7 @@ impl LostConsumerProbe {
         }
     }
 
-    /// The consumer received a delivery.
+    /// Records that the consumer received a delivery: enables the probe, and restarts its interval.
     pub(crate) fn delivered(&mut self) {
         self.interval = PROBE_INTERVAL;
         self.next_check = Instant::now() + PROBE_INTERVAL;

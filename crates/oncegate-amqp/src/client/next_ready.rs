@@ -5,7 +5,7 @@
 //!   others were woken while they were polled. *Version:* futures-util 0.3.
 //! - *Upstream:* nothing to report: it yields on purpose, and wakes the task.
 //! - *Test:* `a_confirm_behind_futures_that_are_being_woken_is_ready`, below.
-//! - Stays.
+//! - *May be removed:* never.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

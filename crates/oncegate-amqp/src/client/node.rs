@@ -11,8 +11,8 @@ use crate::client::ipv6_url;
 const HEARTBEAT: u16 = 10;
 /// The timeout of the whole handshake in milliseconds, unless the URL has one.
 const CONNECTION_TIMEOUT: u64 = 5_000;
-/// The supported query parameters. lapin would ignore any other, such as `verify` or `cacertfile`, so
-/// any other is an error.
+/// The supported query parameters. lapin would ignore others, such as `verify` or `cacertfile`, so
+/// they are an error.
 const QUERY_PARAMETERS: [&str; 5] = [
     "heartbeat",
     "connection_timeout",

@@ -1,9 +1,9 @@
 //! The prefetch of 1 after a message that the client cannot parse.
 //!
 //! # Workaround
-//! - *Symptom:* a frame that lapin cannot parse closes the connection, without the delivery tag of its
-//!   message. The other unacknowledged deliveries would be redelivered each time. *Version:* lapin
-//!   4.12.3.
+//! - *Symptom:* a frame that lapin cannot parse closes the connection, and lapin does not report
+//!   the delivery tag of its message. The other unacknowledged deliveries would be redelivered each
+//!   time. *Version:* lapin 4.12.3.
 //! - *Upstream:* `docs/upstream/lapin-unparsable-delivery.md`.
 //! - *Test:* `recovery::an_unparsable_message_blocks_later_messages_and_not_earlier_ones` in `tests/amqp`.
 //! - *May be removed* when lapin reports such a message as a delivery.
@@ -15,7 +15,8 @@ use tokio::time::Instant;
 use crate::client::backoff::Backoff;
 use crate::client::open_session::MAX_RECONNECT_PAUSE;
 
-/// A channel that was open for longer than this resets the backoff. One that fails at once must not.
+/// The loss of a channel that was open for longer than this resets the backoff; the loss of one
+/// that fails at once must not.
 const STABLE_AFTER: Duration = Duration::from_secs(2);
 /// The same for a channel in [`PrefetchMode::OneByOne`].
 const STABLE_ONE_BY_ONE_AFTER: Duration = Duration::from_secs(10);
@@ -41,13 +42,13 @@ impl PrefetchMode {
         }
     }
 
-    /// Whether the prefetch may be restored by replacing a channel that was opened then. The caller
-    /// checks that no delivery is unacknowledged, because that would be redelivered.
+    /// Whether a channel that was opened at `opened_at` may be replaced to restore the prefetch.
+    /// The caller checks that no delivery is unacknowledged: the replacement would redeliver it.
     pub(crate) fn may_end(self, opened_at: Instant) -> bool {
         self == Self::OneByOne && opened_at.elapsed() > MIN_ONE_BY_ONE_TIME
     }
 
-    /// The mode and the backoff after the loss of a channel that was opened then.
+    /// The mode and the backoff after the loss of a channel that was opened at `opened_at`.
     pub(crate) fn after_loss(
         self,
         is_unparsable: bool,

@@ -67,7 +67,7 @@ pub(crate) async fn reopen(
 /// The pauses between attempts to open a channel, and which of their errors are logged.
 struct OpenAttempts {
     backoff: Backoff,
-    /// While the queue does not match the settings.
+    /// The pauses while the queue does not match the settings.
     mismatch_backoff: Backoff,
     throttle: ProblemThrottle,
     /// The mismatch that was logged last. Each is logged once, not at each attempt.
@@ -91,7 +91,7 @@ impl OpenAttempts {
     /// Logs the error, at a limited rate, and waits until the next attempt.
     async fn wait(&mut self, context: &SourceContext, error: &ConnectError) {
         let (queue, broker, text) = (&*context.name, context.redacted_url(), error.to_string());
-        let (pause, is_due) = self.next(error, &text);
+        let (pause, is_due) = self.next_pause(error, &text);
         if !is_due {
             tracing::debug!(
                 queue,
@@ -120,7 +120,7 @@ impl OpenAttempts {
     }
 
     /// The pause before the next attempt, and whether to log the error as a warning or an error.
-    fn next(&mut self, error: &ConnectError, problem: &str) -> (Duration, bool) {
+    fn next_pause(&mut self, error: &ConnectError, problem: &str) -> (Duration, bool) {
         match error {
             ConnectError::QueueMismatch(_) => {
                 let is_new = self.logged_mismatch.as_deref() != Some(problem);
@@ -152,23 +152,23 @@ mod tests {
         let mut attempts = OpenAttempts::default();
         let (mut waited, mut count, mut logged) = (Duration::ZERO, 0, 0);
         while waited < Duration::from_secs(3_600) {
-            let (pause, is_new) = attempts.next(&mismatch(), "it has other arguments");
+            let (pause, is_new) = attempts.next_pause(&mismatch(), "it has other arguments");
             assert!(pause <= MISMATCH_PAUSES.1);
             (waited, count, logged) = (waited + pause, count + 1, logged + usize::from(is_new));
         }
         assert!((60..130).contains(&count), "{count} times an hour");
         assert_eq!(logged, 1);
-        assert!(attempts.next(&mismatch(), "it is a stream").1);
+        assert!(attempts.next_pause(&mismatch(), "it is a stream").1);
     }
 
     #[test]
     fn other_errors_are_retried_soon() {
         let mut attempts = OpenAttempts::default();
         for _ in 0..20 {
-            attempts.next(&mismatch(), "it has other arguments");
+            attempts.next_pause(&mismatch(), "it has other arguments");
             assert!(
                 attempts
-                    .next(&ConnectError::Transient("down".into()), "down")
+                    .next_pause(&ConnectError::Transient("down".into()), "down")
                     .0
                     <= MAX_RECONNECT_PAUSE
             );

@@ -55,7 +55,7 @@ pub(crate) struct PublisherContext {
 #[derive(Default)]
 struct PublishConnection {
     open: Option<Arc<Connection>>,
-    /// Tracks resource alarms.
+    /// The task that tracks resource alarms.
     alarm_listener: Option<AbortHandle>,
     backoff: Backoff,
 }
@@ -200,7 +200,7 @@ impl PublisherContext {
                 broker,
                 error,
                 ?pause,
-                "cannot publish to the dead-letter, in-doubt or delay queue; retrying; the original message stays unacknowledged; check that the queue exists, is not full, and that the user may publish to it"
+                "cannot publish to the dead-letter, in-doubt or delay queue; retrying; the original message stays unacknowledged; check that this queue exists and is not full, and that the user may publish to it"
             );
         } else {
             tracing::debug!(

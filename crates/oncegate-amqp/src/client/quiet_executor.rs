@@ -76,7 +76,7 @@ pub(crate) fn drop_logs_of_this_thread() {
     }
 }
 
-/// Whether the subscriber of the current thread does not want lapin's log lines.
+/// Whether the subscriber of the current thread disables the target `lapin` at the level DEBUG.
 fn drops_logs() -> bool {
     !tracing::enabled!(target: "lapin", tracing::Level::DEBUG)
 }

@@ -17,9 +17,9 @@ use crate::client::context::SourceContext;
 use crate::client::declare;
 use crate::protocol::message_copy::MessageCopy;
 
-/// Declares the queue of the first of these copies again, because one was returned or nacked, and closes
-/// the channel. Adds to `problem` what fails. Limited to [`CONFIRM_TIMEOUT`], because nothing is
-/// published while it runs.
+/// Declares the queue of the first of these copies again, because one was returned or nacked, and
+/// closes the channel. If declaring fails, or both take longer than [`CONFIRM_TIMEOUT`], appends
+/// the error to `problem`. The time is limited because nothing is published meanwhile.
 pub(crate) async fn redeclare_and_close(
     source: &SourceContext,
     connection: &Connection,
@@ -27,7 +27,7 @@ pub(crate) async fn redeclare_and_close(
     problem: &mut String,
     copies: &[Arc<MessageCopy>],
 ) {
-    let repaired = tokio::time::timeout(CONFIRM_TIMEOUT, async {
+    let redeclared = tokio::time::timeout(CONFIRM_TIMEOUT, async {
         let declared = match copies.first() {
             Some(copy) => declare::redeclare(connection, source, &copy.destination).await,
             None => Ok(()),
@@ -35,7 +35,7 @@ pub(crate) async fn redeclare_and_close(
         let _ = channel.close(200, "OK".into()).await;
         declared
     });
-    match repaired.await {
+    match redeclared.await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => problem.push_str(&format!("; declaring the queue failed: {error}")),
         Err(_) => problem.push_str(

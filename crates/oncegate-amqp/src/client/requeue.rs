@@ -6,7 +6,7 @@
 //!   does not.
 //! - *Upstream:* nothing to report: rabbitmq/rabbitmq-server#15387 introduced the distinction.
 //! - *Test:* `releases::closing_rejects_failed_deliveries_and_nacks_the_others` in `tests/amqp`.
-//! - Stays.
+//! - *May be removed:* never.
 
 use lapin::options::{BasicNackOptions, BasicRejectOptions};
 use oncegate_core::fault;
@@ -15,12 +15,13 @@ use crate::client::close_delay::CloseDelay;
 use crate::client::session::ConsumerSession;
 
 impl ConsumerSession {
-    /// Requeues unsettled deliveries: released ones, which failed, by `basic.reject`, and all others by
-    /// `basic.nack`. Since RabbitMQ 4.3 the former count towards the delivery limit and the latter do
-    /// not; closing the channel would count for all.
+    /// Cancels the consumer and requeues unsettled deliveries: by `basic.reject` those that failed
+    /// and were released while the source stopped, by `basic.nack` all others. Since RabbitMQ 4.3
+    /// the former count towards the delivery limit and the latter do not; closing the channel would
+    /// count for all.
     pub(super) async fn requeue_unsettled(&mut self) -> lapin::Result<()> {
-        // First, because requeued messages would be delivered to this consumer again, and closing the
-        // channel would count them.
+        // Before requeuing, because the broker would deliver the requeued messages to this consumer
+        // again, and closing the channel would count for them.
         self.cancel().await;
         fault::point("amqp.requeue.before");
         let mut rejected = 0;

@@ -38,7 +38,7 @@ const READ_BUFFER_BYTES: usize = 64 << 10;
 pub(crate) struct SanitizedStream {
     stream: Box<dyn Duplex>,
     sanitizer: FrameSanitizer,
-    /// Bytes from `stream`, on their way to the sanitizer.
+    /// The buffer for reads from `stream`.
     buffer: Vec<u8>,
 }
 

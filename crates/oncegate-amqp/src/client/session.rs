@@ -23,10 +23,11 @@ use crate::protocol::channel_deliveries::{AckFrames, ChannelDeliveries, FlushMod
 use crate::protocol::close_mode::CloseMode;
 use crate::protocol::queue_settings::ConsumerMode;
 
-/// How often the status of a channel without a consumer is checked.
+/// How often the status of a channel whose consumer is cancelled is checked: the consumer can no
+/// longer report that the channel is lost.
 const STATUS_CHECK_INTERVAL: Duration = Duration::from_millis(200);
-/// How long declaring the queues and consuming may take. A node that has lost its cluster accepts
-/// connections and does not answer.
+/// How long declaring the queues and `basic.consume` may take. A node that is partitioned from its
+/// cluster accepts connections and does not reply.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A connection and its consuming channel, from `basic.consume` until it is closed or lost.
@@ -35,7 +36,7 @@ pub(crate) struct ConsumerSession {
     connection: Arc<Connection>,
     pub(super) channel: Channel,
     consumer: Option<Consumer>,
-    /// Why the consumer ended, if that was found while its last deliveries were read.
+    /// Why the consumer ended, if [`take_ready`] found it out while it read the last deliveries.
     consumer_loss: Option<ChannelLoss>,
     /// The acknowledgements that are being sent.
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
@@ -62,7 +63,7 @@ pub(crate) enum SessionEvent {
 /// Why a channel is lost or replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ChannelLoss {
-    /// It was closed, or has to be closed.
+    /// The channel was closed, or has to be closed, for this reason.
     Broken(String),
     /// The [`LostConsumerProbe`] found ready messages in the queue, but the consumer received none.
     NoDeliveries(String),
@@ -156,7 +157,8 @@ impl ConsumerSession {
         })
     }
 
-    /// Waits for the next event. Cancel-safe.
+    /// Waits for the next event; reads the consumer, sends acknowledgements and runs the timers
+    /// meanwhile. Cancel-safe.
     pub(crate) async fn next_event(&mut self) -> SessionEvent {
         let wake = self.next_wake();
         let Self {
@@ -180,7 +182,7 @@ impl ConsumerSession {
             }
             item = async { consumer.as_mut().expect("this branch runs only while there is a consumer").next().await }, if consumer.is_some() => match item {
                 Some(Ok(first)) => {
-                    let (deliveries, loss) = drain_ready(first, consumer.as_mut().expect("the delivery came from this consumer"));
+                    let (deliveries, loss) = take_ready(first, consumer.as_mut().expect("the delivery came from this consumer"));
                     *consumer_loss = loss;
                     lost_consumer_probe.delivered();
                     SessionEvent::Delivered(deliveries)
@@ -234,6 +236,8 @@ impl ConsumerSession {
         }
     }
 
+    /// Cancels the consumer, if there still is one; waits for the broker's reply for at most two
+    /// seconds.
     pub(super) async fn cancel(&mut self) {
         let Some(consumer) = self.consumer.take() else {
             return;
@@ -342,7 +346,7 @@ async fn send_acks(channel: Channel, frames: AckFrames) -> lapin::Result<()> {
 
 /// All deliveries that are available without waiting, and why the consumer's stream ended, if it did:
 /// the stream returns that only once.
-fn drain_ready(
+fn take_ready(
     first: lapin::message::Delivery,
     consumer: &mut Consumer,
 ) -> (Vec<lapin::message::Delivery>, Option<ChannelLoss>) {

@@ -12,7 +12,7 @@ use lapin::types::{AMQPValue, FieldTable};
 /// The consumer argument for the priority, which a stream refuses.
 const PRIORITY_ARGUMENT: &str = "x-priority";
 
-/// The arguments of `basic.consume`: the default priority.
+/// The arguments of `basic.consume`: the default priority, which changes nothing for other queues.
 pub(crate) fn consumer_arguments() -> FieldTable {
     let mut arguments = FieldTable::default();
     arguments.insert(PRIORITY_ARGUMENT.into(), AMQPValue::LongInt(0));

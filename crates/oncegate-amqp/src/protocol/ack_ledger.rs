@@ -84,7 +84,8 @@ impl<T> AckLedger<T> {
         })
     }
 
-    /// Removes the settled prefix and returns the tag to acknowledge with `multiple`.
+    /// Removes the settled prefix and returns its last tag, to be acknowledged with `multiple`;
+    /// `None` if there is no such prefix.
     pub(crate) fn take_prefix(&mut self) -> Option<u64> {
         let mut last = None;
         while let Some((tag, TagState::Settled)) = self.tags.front() {
@@ -131,6 +132,7 @@ impl<T> AckLedger<T> {
 mod tests {
     use super::*;
 
+    /// A ledger with the unsettled deliveries 1 to `count`; the context of each is its tag.
     fn delivered(count: u64) -> AckLedger<u64> {
         let mut acks = AckLedger::new();
         (1..=count).for_each(|tag| acks.delivered(tag, tag));

@@ -17,7 +17,7 @@ use crate::settings::Rejects;
 /// it. Then they are acknowledged one by one.
 const GAP_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Whether deliveries of the broker are passed to the source.
+/// Whether the driver passes deliveries of the broker to the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IntakeState {
     Open,
@@ -66,19 +66,20 @@ impl AckFrames {
     }
 }
 
-/// The parts of an unsettled delivery that a copy needs, and its arrival.
+/// The parts of an unsettled delivery that a copy needs, and when it arrived.
 #[derive(Debug)]
 struct UnsettledDelivery {
     original: OriginalProperties,
     /// How many attempts had failed when it arrived.
     failures: u32,
+    /// When it arrived.
     since: Instant,
 }
 
 /// The deliveries of one channel, from their arrival until they are acknowledged.
 pub(crate) struct ChannelDeliveries {
-    /// The number of the channel: 1 for the first one of a source. Delivery tags of another channel
-    /// mean other deliveries.
+    /// The number of the channel: 1 for the first one of a source. The same delivery tag means
+    /// another delivery on another channel.
     pub(crate) epoch: u64,
     pub(crate) prefetch: usize,
     acks: AckLedger<UnsettledDelivery>,
@@ -148,9 +149,10 @@ impl ChannelDeliveries {
         }
     }
 
-    /// Releases a delivery to a delay queue, if there are delay queues. Otherwise passes it to the
-    /// consumer again, or leaves it unsettled while the source stops: closing the channel requeues it. A
-    /// delivery that failed uses a delay queue even then, which keeps the count of its failures.
+    /// Publishes a released delivery to a delay queue, or, without delay queues, passes it to the
+    /// consumer again. While the source stops, leaves it unsettled, and closing the channel
+    /// requeues it; but a delivery that failed then uses a delay queue, if there is one, because
+    /// the copy keeps the count of its failures.
     fn release(
         &mut self,
         delivery: Delivery,
@@ -206,7 +208,7 @@ impl ChannelDeliveries {
         )))
     }
 
-    /// Delays a delivery in a delay queue.
+    /// Publishes a delivery to a delay queue.
     pub(crate) fn delay(
         &mut self,
         delivery: &Delivery,
@@ -223,7 +225,7 @@ impl ChannelDeliveries {
         SettleAction::Publish(Box::new(copy))
     }
 
-    /// Settles the original of a confirmed copy.
+    /// Settles the original of a confirmed copy; does nothing if another channel delivered it.
     pub(crate) fn confirmed(&mut self, epoch: u64, tag: u64) {
         if epoch == self.epoch {
             self.publishing = self.publishing.saturating_sub(1);
@@ -276,7 +278,7 @@ impl ChannelDeliveries {
         self.acks.unacked()
     }
 
-    /// Whether the prefetch has room.
+    /// Whether fewer deliveries than the prefetch are unacknowledged.
     pub(crate) fn has_room(&self) -> bool {
         self.acks.unacked() < self.prefetch
     }
@@ -286,7 +288,7 @@ impl ChannelDeliveries {
         self.publishing == 0 && self.rejecting.is_empty() && self.acks.settled() == 0
     }
 
-    /// Since when a delivery has been unsettled, of all the longest.
+    /// When the delivery arrived that has been unsettled for longest; `None` if all are settled.
     pub(crate) fn unsettled_since(&self) -> Option<Instant> {
         self.acks
             .oldest_unsettled()

@@ -11,7 +11,7 @@
 //!   messages of the first are requeued. Hence [`CloseMode::StayActive`]. *Version:* all.
 //! - *Upstream:* nothing to report: `basic.cancel` leaves unacknowledged messages with the channel.
 //! - *Test:* `nodes::with_a_single_active_consumer_order_by_key_holds_across_a_fleet` in `tests/amqp`.
-//! - Stays.
+//! - *May be removed:* never.
 
 use crate::protocol::queue_settings::{ConsumerMode, QueueSettings};
 
@@ -24,12 +24,14 @@ pub(crate) enum CloseMode {
     /// Cancels the consumer and closes the channel: RabbitMQ requeues its messages in the order of
     /// the queue, which it does not guarantee for one `basic.nack` of many.
     CloseOnly,
-    /// Consumes until the channel closes, and handles no more deliveries. RabbitMQ activates the
-    /// next consumer as soon as the active one is cancelled, before it requeues its messages.
+    /// Closes the channel without cancelling the consumer; the source ignores deliveries that
+    /// arrive before that. RabbitMQ activates the next consumer as soon as the active one is
+    /// cancelled, before it requeues the messages of the cancelled one.
     StayActive,
 }
 
 impl CloseMode {
+    /// The mode that keeps the order of the messages, if the settings require one.
     pub(crate) fn for_settings(settings: &QueueSettings) -> Self {
         match settings.consumers {
             _ if !settings.preserves_order() => Self::Requeue,
@@ -43,9 +45,10 @@ impl CloseMode {
         self != Self::StayActive
     }
 
-    /// Whether unsettled deliveries are requeued one by one before the channel is closed. Not those of a
-    /// single active consumer that was not stopped: it must not be cancelled, because the next consumer
-    /// would receive later messages before the requeued ones.
+    /// Whether unsettled deliveries are requeued by `basic.reject` and `basic.nack` before the
+    /// channel is closed. Not those of a single active consumer that was not stopped: requeuing
+    /// cancels the consumer first, and then the next one would receive later messages before the
+    /// requeued ones.
     pub(crate) fn requeues_before_close(self, consumers: ConsumerMode, was_stopped: bool) -> bool {
         self == Self::Requeue && (was_stopped || consumers == ConsumerMode::Competing)
     }

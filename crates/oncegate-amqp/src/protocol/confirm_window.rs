@@ -2,11 +2,12 @@
 //! which are confirmed, and which are published again after a failure.
 //!
 //! # Workaround
-//! - *Symptom:* lapin attaches a returned message to the next confirm on the channel, not to its own. So no
-//!   outstanding confirm counts after one. *Version:* lapin 4.12.3.
+//! - *Symptom:* lapin attaches a returned message to the next confirm on the channel, not to that
+//!   of the message. So after a returned message no outstanding confirm counts. *Version:* lapin
+//!   4.12.3.
 //! - *Upstream:* nothing to report: `basic.return` has no delivery tag.
 //! - *Test:* `copies::a_missing_dead_letter_queue_affects_no_copy_to_another_queue` in `tests/amqp`.
-//! - Stays.
+//! - *May be removed:* never.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -107,8 +108,8 @@ impl<C> ConfirmWindow<C> {
         self.outstanding.len()
     }
 
-    /// Ends the window of a channel that failed. Confirms that arrive after this are ignored. `problem` is the
-    /// failure if none is recorded.
+    /// Ends the window of a channel that failed. Confirms that arrive after this are ignored.
+    /// `problem` is the failure if none is recorded.
     pub(crate) fn fail(mut self, problem: impl FnOnce() -> String) -> FailedWindow<C> {
         let confirmed = self.take_confirmed();
         FailedWindow {
@@ -122,8 +123,8 @@ impl<C> ConfirmWindow<C> {
 }
 
 impl<C> FailedWindow<C> {
-    /// Whether exactly one copy was outstanding when the channel failed. It is probably the cause, and would
-    /// close the next channel, too.
+    /// Whether exactly one copy was outstanding when the channel failed. That copy is probably the
+    /// cause, and would close the next channel, too.
     pub(crate) fn is_probably_caused_by_one_copy(&self) -> bool {
         matches!(self.failure, PublishFailure::ChannelFailed(_))
             && self.confirmed.is_empty()

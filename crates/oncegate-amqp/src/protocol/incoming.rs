@@ -1,4 +1,4 @@
-//! Converts the broker's deliveries to the core's.
+//! Converts the deliveries of lapin to those of `oncegate_core`.
 
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
@@ -12,16 +12,17 @@ use oncegate_core::source::{Delivery, Receipt, headers};
 
 use crate::protocol::queue_settings::QueueSettings;
 
-/// The header of a copy with the routing key of the original. The copy's own routing key is the name
-/// of its queue: a delay, dead-letter or in-doubt queue.
+/// In a copy, the header that has the routing key of the original. The copy's own routing key is
+/// the name of its queue: a delay, dead-letter or in-doubt queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
 
-/// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is ignored, because oncegate does
-/// not write one.
+/// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is ignored: oncegate did not
+/// write it.
 const MAX_ROUTING_KEY_BYTES: usize = 255;
 
-/// The header of a delayed copy with the end of its delay, in milliseconds since 1970. A copy has it
-/// if its delay is longer than the TTL of its delay queue, so that it needs another one.
+/// In a delayed copy, the header that has the end of the delay, in milliseconds since 1970. A copy
+/// has it if its delay is longer than the TTL of its delay queue, so that the source must delay it
+/// again.
 pub(crate) const NOT_BEFORE: &str = "oncegate-not-before";
 
 /// The longest accepted delay: a [`NOT_BEFORE`] header further in the future is ignored as forged.
@@ -118,8 +119,9 @@ pub(crate) fn parse_delivery(
     )
 }
 
-/// Whether a short string of the message was not UTF-8. The frame sanitizer has replaced its bytes, so
-/// two different ids, for example, may look the same.
+/// Whether a short string of the message was not UTF-8. The frame sanitizer has replaced its bytes,
+/// so two different ids, for example, may look the same. True also for a valid string that contains
+/// [`INVALID_UTF8_MARK`].
 pub(crate) fn has_invalid_utf8(raw: &RawDelivery) -> bool {
     let properties = &raw.properties;
     let short_strings = [
@@ -205,7 +207,8 @@ fn long_string(table: &FieldTable, name: &str) -> Option<Bytes> {
     }
 }
 
-/// The number of failed attempts, from the header that the last release wrote into the copy.
+/// The number of failed attempts, from the header that the source wrote into the delayed copy when
+/// the consumer released the message.
 ///
 /// The broker's `x-delivery-count` and `x-acquired-count` are ignored: they increase with every lost
 /// connection, also for prefetched messages that no handler received. The store counts attempts that

@@ -21,7 +21,8 @@ pub(crate) const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 /// since 1970.
 pub(crate) const REJECTED_AT: &str = "oncegate-rejected-at";
 
-/// The headers that the source writes. A value of at most twice [`MAX_TEXT_BYTES`] is never dropped.
+/// The headers that the source writes. [`MessageCopy::drop_oversized_headers`] keeps their values
+/// of at most twice [`MAX_TEXT_BYTES`].
 const OWN_HEADERS: [&str; 14] = [
     headers::REASON,
     headers::ID,
@@ -52,16 +53,16 @@ pub(crate) struct MessageCopy {
     pub(crate) epoch: u64,
     /// The delivery tag of the original.
     pub(crate) tag: u64,
-    /// The name of the queue.
+    /// The name of the queue to publish to.
     pub(crate) destination: ShortString,
     pub(crate) properties: BasicProperties,
     pub(crate) body: bytes::Bytes,
 }
 
 impl MessageCopy {
-    /// A dead letter or in-doubt message: the original's properties and headers, and the headers of the
-    /// rejection. Inbound `oncegate-*` headers are removed, except [`DROPPED_HEADERS`]. `unix` is the
-    /// time since 1970.
+    /// A dead letter or in-doubt message: the original's properties and headers, and the headers of
+    /// the rejection. Inbound `oncegate-*` headers are removed, except [`DROPPED_HEADERS`] and a
+    /// valid [`headers::FIRST_SEEN`]. `unix` is the time since 1970.
     pub(crate) fn rejected(
         delivery: &Delivery,
         reason: &Reason,
@@ -100,9 +101,9 @@ impl MessageCopy {
         Self::new(delivery, destination.clone(), table, &original.properties)
     }
 
-    /// A copy for the delay queue of [`delay_queue_step`]. If the delay is longer than that queue's, the
-    /// header [`NOT_BEFORE`] has the end of the delay, and the consumer delays the message again. `unix`
-    /// is the time since 1970.
+    /// A copy for the delay queue of [`delay_queue_step`]. If the delay is longer than that
+    /// queue's, the header [`NOT_BEFORE`] has the end of the delay, and the source delays the
+    /// message again. `unix` is the time since 1970.
     pub(crate) fn delayed(
         delivery: &Delivery,
         after: Duration,
@@ -129,9 +130,9 @@ impl MessageCopy {
             );
         };
         insert_number(headers::FAILURES, delivery.failures.into());
-        // The earliest known time, because attempts and a delay in memory precede the copy. A time in
-        // the future is replaced by the current one: a producer may have written milliseconds instead of
-        // seconds.
+        // The earliest known time, because attempts and a delay in the consumer precede the copy. A
+        // time in the future is replaced by the current one: a producer may have written
+        // milliseconds instead of seconds.
         let earliest = original.received.min(unix).as_millis();
         let first_seen = first_seen(&delivery.message).map_or(earliest, u128::from);
         insert_number(headers::FIRST_SEEN, first_seen.min(earliest));
@@ -150,7 +151,7 @@ impl MessageCopy {
     /// Drops headers, the largest first, until the others fit into one frame, with
     /// [space](BROKER_HEADER_RESERVE) for those that the broker adds. [`DROPPED_HEADERS`] names them.
     ///
-    /// For a larger content header the broker would close the connection, at each attempt.
+    /// The broker would close the connection at each attempt to publish a larger content header.
     pub(crate) fn drop_oversized_headers(&mut self, frame_max: u32) {
         let (size, limit) = (
             header_frame_size(&self.properties),

@@ -8,9 +8,9 @@ use oncegate_core::source::{Order, RetryDelays, SourceError};
 
 use crate::settings::{QueueKind, Rejects, Topology};
 
-/// The longest delay for which a delivery waits in the consumer, if there are delay queues. A copy in
-/// a delay queue costs the broker more, and cannot be published during a resource alarm.
-const LONGEST_KEPT_DELAY: Duration = Duration::from_secs(5);
+/// Up to this delay a delivery waits in the consumer although there are delay queues: a copy in a
+/// delay queue costs the broker more, and the broker accepts none during a resource alarm.
+const MAX_DELAY_IN_CONSUMER: Duration = Duration::from_secs(5);
 
 /// Which consumers of the queue receive messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,9 +21,11 @@ pub(crate) enum ConsumerMode {
     SingleActive,
 }
 
-/// The validated settings.
+/// The validated settings of a source.
 pub(crate) struct QueueSettings {
+    /// The name of the consumed queue, in the type for messages and log lines.
     pub(crate) name: Arc<str>,
+    /// The same name, in the type for lapin.
     pub(crate) queue: ShortString,
     pub(crate) dead_letters: ShortString,
     pub(crate) in_doubt: ShortString,
@@ -31,7 +33,7 @@ pub(crate) struct QueueSettings {
     pub(crate) key_header: Option<String>,
     pub(crate) body_limit: usize,
     pub(crate) consumer_timeout: Duration,
-    /// How long the consumer may leave a delivery unsettled; zero if unknown.
+    /// How long the consumer may leave a delivery unsettled with its settings; zero if unknown.
     pub(crate) longest_open: Duration,
     pub(crate) topology: Topology,
     pub(crate) kind: QueueKind,
@@ -41,8 +43,8 @@ pub(crate) struct QueueSettings {
 }
 
 impl QueueSettings {
-    /// Whether `x-death` has the number of this source's rejections. With [`Rejects::ByQueue`] the
-    /// broker adds it; otherwise a producer may have forged it.
+    /// Whether `x-death` counts this source's rejections. With [`Rejects::ByQueue`] the broker adds
+    /// the header; otherwise a producer may have forged it.
     pub(crate) fn counts_rejections(&self) -> bool {
         self.rejects == Rejects::ByQueue
     }
@@ -60,32 +62,34 @@ impl QueueSettings {
             format!(
                 "a delivery may exceed RabbitMQ's consumer_timeout: it may stay unacknowledged for {open:?} with these settings of .handler_timeout(…), .max_inline_retries(…) and .lease(…), \
                  but the source closes the channel after {limit:?} and the broker after {:?}, and then all unacknowledged messages are redelivered; \
-                 shorten one of them, or raise consumer_timeout in rabbitmq.conf and in .consumer_timeout(…)",
+                 lower one of these settings, or raise consumer_timeout in rabbitmq.conf and in .consumer_timeout(…)",
                 self.consumer_timeout
             )
         })
     }
 
-    /// The queue that holds a message for one of [`DELAYS`].
+    /// The name of the delay queue for one of the [`DELAYS`](crate::protocol::topology::DELAYS).
     pub(crate) fn delay_queue(&self, delay: Duration) -> ShortString {
-        // A short string of at most 255 bytes, because `queue_name` allows 240 bytes for the name.
+        // AMQP limits a short string to 255 bytes; `queue_name` has limited the name to 240.
         format!("{}.delay.{}", self.name, delay.as_millis()).into()
     }
 
-    /// Whether released deliveries may wait in delay queues. Not if the order is preserved: a consumer
-    /// could receive later messages before the delayed one.
+    /// Whether released deliveries may wait in delay queues, which only [`Topology::Declare`]
+    /// creates. Not with an order or a single active consumer: later messages would be received
+    /// before the delayed one.
     pub(crate) fn uses_delay_queues(&self) -> bool {
         self.topology == Topology::Declare
             && self.consumers == ConsumerMode::Competing
             && !self.preserves_order()
     }
 
-    /// Where deliveries wait for their next attempt. One that waits in the consumer is unacknowledged: it
-    /// takes a place of the prefetch, and the broker closes the channel after the consumer timeout.
+    /// Where deliveries wait for their next attempt. A delivery that waits in the consumer is
+    /// unacknowledged: it counts towards the prefetch, and the broker closes the channel after the
+    /// consumer timeout.
     pub(crate) fn retry_delays(&self) -> RetryDelays {
         if self.uses_delay_queues() {
             RetryDelays::InSource {
-                above: LONGEST_KEPT_DELAY.min(self.consumer_timeout / 2),
+                above: MAX_DELAY_IN_CONSUMER.min(self.consumer_timeout / 2),
                 max_kept: usize::from(self.prefetch / 2),
             }
         } else {
@@ -95,7 +99,7 @@ impl QueueSettings {
         }
     }
 
-    /// Whether the order of messages is preserved: requeued messages must be in their old position
+    /// Whether the user set an order. Then requeued messages must be back in their old position
     /// before any consumer receives later ones.
     pub(crate) fn preserves_order(&self) -> bool {
         self.order != Order::Unordered

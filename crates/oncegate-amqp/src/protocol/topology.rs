@@ -34,13 +34,14 @@ pub(crate) enum QueuePurpose {
     Consumed,
     /// The source publishes dead letters or in-doubt messages to it.
     Destination,
-    /// The source publishes delayed copies to it, and the broker returns them to the consumed queue.
+    /// The source publishes delayed copies to it, and the broker dead-letters them to the consumed
+    /// queue when their TTL ends.
     Delay,
 }
 
-/// The delivery limit of the dead-letter and in-doubt queues: operators read and requeue their messages
-/// often, and RabbitMQ 4 drops a message after 20 redeliveries by default. The maximum of the argument,
-/// because older releases have no value for "unlimited".
+/// The delivery limit of the dead-letter and in-doubt queues: operators read and requeue their
+/// messages often, and RabbitMQ 4 drops a message after 20 redeliveries by default. The largest
+/// value that the argument allows, because older releases have no value for "unlimited".
 const UNLIMITED_DELIVERIES: i32 = i32::MAX;
 
 /// The consumed queue, the dead-letter queue and the in-doubt queue.
@@ -124,10 +125,11 @@ fn dead_letter_to(arguments: &mut FieldTable, routing_key: &ShortString, kind: Q
     }
 }
 
-/// The delay queue for a copy that should wait this long: the shortest of [`DELAYS`] in
-/// `after..=2 * after`; otherwise the longest that is not above it, and another copy waits for the rest;
-/// otherwise the shortest. So a message that waits for the end of a lease is redelivered within two leases,
-/// and few messages need more than two copies.
+/// The delay of the delay queue for a copy that is to wait for `after`: the shortest of [`DELAYS`]
+/// in `after..=2 * after`; otherwise the longest that is at most `after`, and another copy waits
+/// for the remaining time; otherwise the shortest of all. So a message that waits for the end of a
+/// lease of at least one second is redelivered within two leases, and few messages need more than
+/// two copies.
 pub(crate) fn delay_queue_step(after: Duration) -> Duration {
     let [shortest, ..] = DELAYS;
     let fits = |delay: &Duration| *delay >= after && *delay <= after * 2;
@@ -237,8 +239,8 @@ mod tests {
                 "{after} ms"
             );
         }
-        // A message whose lease has ended in part waits for the remaining time. Both together take at
-        // most two leases.
+        // A message waits for the remaining time of another holder's lease. The part of the lease
+        // that is over and the wait together take at most two leases.
         for lease in [1, 3, 10, 30, 90, 400, 1_200].map(Duration::from_secs) {
             for remaining in (1..=100).map(|percent| lease * percent / 100) {
                 let total = lease - remaining + delay_queue_step(remaining);

@@ -1,4 +1,5 @@
-//! One pipeline to one server, with the commands that make its claims valid.
+//! One pipeline to one server, with the commands that check around its claims whether the server
+//! lost data and whether enough replicas have the claims.
 
 use std::sync::Arc;
 
@@ -19,13 +20,14 @@ use crate::script::ScriptRef;
 pub(super) struct ServerPipeline {
     pub(super) connections: Arc<ConnectionPair>,
     pub(super) connection_kind: ConnectionKind,
+    /// Whether `ASKING` precedes each command, because its slot is migrating to this server.
     pub(super) asking: bool,
     pub(super) commands: Vec<BatchCommand>,
 }
 
 /// The replies of one server.
 pub(super) struct PipelineReplies {
-    /// One for each command.
+    /// One reply for each command.
     pub(super) replies: Vec<Value>,
     /// Whether enough replicas acknowledged the writes.
     pub(super) replicated: Result<(), StoreFailure>,
@@ -65,14 +67,15 @@ impl OperationBatch<'_> {
         let canary = self
             .check_before_claims(&connection, server_pipeline)
             .await?;
-        // The last write of the pipeline: a server that has it has the claims before it.
+        // The canary's count is the last write of the pipeline: a server that has it has the claims
+        // before it.
         for command in canary
             .iter()
             .flat_map(|(_, expected)| canary::after_claims(&expected.keys, expected.minimum))
         {
             pipeline.add_command(command);
         }
-        // Last of all, so that it covers every write before it.
+        // `WAIT` is last, so that it covers every write of the pipeline.
         let replicas = match (server_pipeline.connection_kind, self.durability) {
             (ConnectionKind::Claims, Durability::Replicas { count, timeout }) => {
                 pipeline.cmd("WAIT").arg(count).arg(record::expiry(timeout));

@@ -40,7 +40,7 @@ pub(crate) struct SharedConnection {
     timeouts: Timeouts,
     /// Whether to reconnect before the next command.
     invalidated: AtomicBool,
-    /// Of the server of the current connection.
+    /// Which conditional commands the server of the current connection has.
     pub(crate) conditional: ConditionalSupport,
     state: Mutex<ConnectionState>,
 }
@@ -56,6 +56,7 @@ struct ConnectionState {
 #[derive(Clone)]
 struct LiveConnection {
     connection: MultiplexedConnection,
+    /// Whether the connection must not be used again.
     broken: Arc<AtomicBool>,
     timeouts: Arc<ConsecutiveTimeouts>,
     /// See [`PinnedConnection::is_checked`].
@@ -121,12 +122,12 @@ impl SharedConnection {
         }
     }
 
-    /// The address, for messages.
+    /// The address, or the name and the Sentinels of the primary, for messages.
     pub(crate) fn described(&self) -> String {
         match &self.endpoint {
             Ok(Endpoint::Fixed(server)) => server.address().to_owned(),
             Ok(Endpoint::Sentinel(sentinels)) => sentinels.described(),
-            Err(_) => "unreadable URL".into(),
+            Err(_) => "(invalid settings)".into(),
         }
     }
 
@@ -155,6 +156,7 @@ impl SharedConnection {
         self.invalidated.store(true, Ordering::Relaxed);
     }
 
+    /// The current connection; connects first if it is missing, broken or invalidated.
     async fn live(&self) -> Result<LiveConnection, StoreFailure> {
         let requested = Instant::now();
         let mut state = self.state.lock().await;
@@ -256,7 +258,7 @@ impl SharedConnection {
 }
 
 impl PinnedConnection<'_> {
-    /// As [`SharedConnection::send`], but always on this connection.
+    /// As [`SharedConnection::send`], but on this connection even if it was replaced meanwhile.
     pub(crate) async fn send(&self, commands: &Pipeline) -> Result<Vec<Value>, StoreFailure> {
         let Self { shared, live } = self;
         let guard = CancelGuard(live);

@@ -16,12 +16,12 @@ const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 pub(crate) struct ConsecutiveTimeouts(AtomicU32);
 
 impl ConsecutiveTimeouts {
-    /// Counts a timeout. True if the connection has to be reopened.
+    /// Counts a timeout. Returns whether the connection has to be reopened.
     pub(crate) fn count(&self) -> bool {
         self.0.fetch_add(1, Ordering::Relaxed) + 1 >= MAX_CONSECUTIVE_TIMEOUTS
     }
 
-    /// The server replied.
+    /// Resets the count, because the server replied.
     pub(crate) fn reset(&self) {
         self.0.store(0, Ordering::Relaxed);
     }

@@ -17,15 +17,17 @@ const REQUEST_TIMEOUT: Duration = Duration::from_millis(700);
 pub(crate) struct Sentinels {
     /// With the login and TLS options of the Redis servers; at least one.
     sentinels: Arc<[ServerConfig]>,
+    /// The name under which they monitor the primary.
     name: Arc<str>,
-    /// The Sentinel to query first: the one that named the current primary, otherwise the one after
-    /// the last queried.
+    /// The index of the Sentinel to query first: the one that named the current primary, otherwise
+    /// the one after the last queried.
     first: Arc<AtomicUsize>,
 }
 
 /// The primary that a Sentinel named.
 pub(crate) struct NamedPrimary {
     pub(crate) server: ServerConfig,
+    /// The index of that Sentinel.
     index: usize,
 }
 
@@ -75,7 +77,7 @@ impl Sentinels {
         let mut last_failure = None;
         for index in (0..count).map(|offset| (first + offset) % count) {
             let sentinel = &self.sentinels[index];
-            // Before the query: a caller that is cancelled while this Sentinel is silent queries
+            // Before the query: a caller that is cancelled before this Sentinel replies queries
             // another one the next time.
             self.first.store((index + 1) % count, Ordering::Relaxed);
             let failure = match self.query(sentinel).await {
@@ -147,7 +149,7 @@ impl Sentinels {
     }
 }
 
-/// Whether a server does not know the `SENTINEL` command.
+/// Whether a server does not have the `SENTINEL` command.
 fn is_not_a_sentinel(error: &RedisError) -> bool {
     error.code() == Some("ERR")
         && error

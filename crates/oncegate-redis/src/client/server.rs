@@ -13,7 +13,7 @@ use crate::failure::{Problem, StoreFailure};
 pub(crate) struct ServerConfig {
     info: Box<ConnectionInfo>,
     address: String,
-    /// The setting that configured it, for messages.
+    /// The setting whose URL has the address, such as `Redis::at`, for messages.
     setting: &'static str,
 }
 

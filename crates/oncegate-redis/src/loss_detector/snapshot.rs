@@ -13,9 +13,11 @@ pub(super) struct ServerSnapshot {
     /// The replication ID of the primary that it followed before its promotion.
     pub(super) previous_replication_id: Option<String>,
     pub(super) uptime: Duration,
+    /// Keys evicted since the process started.
     pub(super) evicted: u64,
+    /// The server's clock, since 1970; zero if `INFO` does not show it.
     pub(super) clock: Duration,
-    /// The snapshot was taken between these two moments.
+    /// The snapshot was taken between this moment and `received_at`.
     pub(super) requested_at: Instant,
     pub(super) received_at: Instant,
 }
@@ -34,9 +36,9 @@ impl ServerSnapshot {
         }
     }
 
-    /// Whether this server was a replica of the other one and already ran at its last snapshot. A
-    /// server started later may have read the replication ID from a file.
-    pub(super) fn took_over_from(&self, before: &Self) -> bool {
+    /// Whether this server was a replica of the one in `before`, and already ran when that snapshot
+    /// was taken. A server started later may have read the replication ID from a file.
+    pub(super) fn was_replica_of(&self, before: &Self) -> bool {
         !before.replication_id.is_empty()
             && self.previous_replication_id.as_deref() == Some(&before.replication_id)
             && self.uptime

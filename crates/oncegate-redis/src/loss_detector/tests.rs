@@ -554,7 +554,7 @@ impl Recorder for GaugeRecorder {
 fn the_paused_gauge_is_1_until_the_loss_is_accepted() {
     let recorder = GaugeRecorder::default();
     metrics::with_local_recorder(&recorder, || {
-        let is = || f64::from_bits(recorder.0.load(Ordering::SeqCst));
+        let gauge = || f64::from_bits(recorder.0.load(Ordering::SeqCst));
         for (anomaly, pauses) in [
             (Anomaly::CanaryLost, 1.0),
             (Anomaly::ClockForward(40 * SECOND), 1.0),
@@ -571,11 +571,11 @@ fn the_paused_gauge_is_1_until_the_loss_is_accepted() {
                     })
                     .is_none()
             );
-            assert_eq!(is(), 0.0, "no claim was refused");
+            assert_eq!(gauge(), 0.0, "no claim was refused");
             let _ = detector.claim_refusal(&AT_MOST_ONCE);
-            assert_eq!(is(), pauses, "{anomaly:?}");
+            assert_eq!(gauge(), pauses, "{anomaly:?}");
             detector.accept_loss();
-            assert_eq!(is(), 0.0);
+            assert_eq!(gauge(), 0.0);
         }
     });
 }
