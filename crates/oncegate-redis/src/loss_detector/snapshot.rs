@@ -64,6 +64,9 @@ pub(super) fn detect_anomalies(
     if now.evicted > evicted_before {
         anomalies.push(Anomaly::Evicted(now.evicted - evicted_before));
     }
+    if before.clock.is_zero() || now.clock.is_zero() {
+        return anomalies;
+    }
     // The bounds of the time between the two snapshots: a request may be sent late, a reply read
     // late.
     let (least, most) = (

@@ -124,6 +124,14 @@ fn a_snapshot_is_compared_with_the_previous_one() {
         (
             ServerSnapshot {
                 clock: 1_011 * SECOND,
+                ..after.clone()
+            },
+            vec![],
+        ),
+        // `INFO` did not show it.
+        (
+            ServerSnapshot {
+                clock: Duration::ZERO,
                 ..after
             },
             vec![],
