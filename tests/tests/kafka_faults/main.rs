@@ -5,6 +5,7 @@
 //! runs and which prints measurements.
 #![forbid(unsafe_code)]
 
+mod dead_letters;
 mod poison;
 mod rig;
 
