@@ -1,11 +1,12 @@
-//! The filter of the log.
+//! The log filter.
 
 use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 
 use crate::error::Error;
 
-/// The configured filter. lapin logs errors that oncegate reports in one line with a remedy, so a
-/// filter that does not name lapin turns its lines off.
+/// Parses the configured filter, or the default, `info`. lapin logs errors that oncegate logs as
+/// well, in one line with a remedy, so the lines of lapin are turned off unless the filter names
+/// lapin.
 pub(crate) fn parse(configured: Option<&str>) -> Result<EnvFilter, Error> {
     let mut text = with_warnings(configured.unwrap_or("info"));
     if !text.contains("lapin") {
@@ -17,8 +18,9 @@ pub(crate) fn parse(configured: Option<&str>) -> Result<EnvFilter, Error> {
     })
 }
 
-/// Adds oncegate's warnings to a filter that has no default level and names no crate of oncegate.
-/// Such a filter may be a misspelled level: tracing reads it as the name of a crate.
+/// Adds oncegate's warnings to a filter that has no default level and names no crate of a consumer
+/// (see [`is_crate`]). Such a filter may be a misspelled level, which tracing reads as the name of
+/// a crate.
 pub(crate) fn with_warnings(text: &str) -> String {
     let covers_oncegate = text.split(',').map(str::trim).any(|directive| {
         let target = directive.split(['=', '[', ':']).next().unwrap_or_default();
