@@ -39,8 +39,8 @@ pub(crate) struct Partition {
     next_commit: NextCommit,
     /// How many deliveries were handed out and are neither settled nor released.
     handed_out: usize,
-    /// Offset gaps that were found while the log start offset was unknown: their expired messages
-    /// are not counted yet. At most [`MAX_GAPS`].
+    /// Offset gaps since the last [`PartitionEvent::LogStart`] with an offset, whose expired
+    /// messages are not counted yet. At most [`MAX_GAPS`].
     gaps: Vec<Range<i64>>,
     /// How many gaps were found since the last [`PartitionEvent::LogStart`].
     new_gaps: u64,

@@ -89,7 +89,7 @@ pub enum StartAt {
     /// At the earliest message in the log.
     #[default]
     Earliest,
-    /// It does not: the consumer ends with an error until an operator sets the group's offsets. It
+    /// At no offset: the consumer ends with an error until an operator sets the group's offsets. It
     /// also ends if the committed offset is out of range, even with [`OutOfRange::Earliest`]. A
     /// partition that was added to a topic which the group already reads is always read from its
     /// beginning, because none of its messages was read.
@@ -101,9 +101,9 @@ pub enum StartAt {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OutOfRange {
-    /// Continues at the earliest message in the log. The expired messages are counted
-    /// (`oncegate_kafka_messages_expired_total`, `oncegate_kafka_logs_truncated_total`) and logged
-    /// as an error with their offsets.
+    /// Continues at the earliest message in the log. Expired messages and truncated logs are
+    /// counted (`oncegate_kafka_messages_expired_total`, `oncegate_kafka_logs_truncated_total`) and
+    /// logged as errors with the offsets.
     #[default]
     Earliest,
     /// The consumer ends with an error that names the offset. It also ends if the committed offset

@@ -91,7 +91,7 @@ impl StallCandidate {
 
 impl StallDetector {
     /// Checks partitions, given as assignment epoch, topic, partition and position, and returns a
-    /// description of each that is stalled. One whose log end is unknown stays a candidate.
+    /// description of each that is stalled. A candidate whose log end is unknown stays a candidate.
     pub(super) fn check(
         &mut self,
         partitions: Vec<(u64, Arc<str>, i32, Option<i64>)>,

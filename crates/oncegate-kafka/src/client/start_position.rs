@@ -300,7 +300,8 @@ fn parse_committed(it: &TopicPartitionListElem<'_>) -> Option<CommittedOffset> {
 /// The error that ends the source if the offset of a partition is not in the log and the policy is
 /// `OutOfRange::Error`. If `error` has no offset, the log was truncated while it was read, or the
 /// group has no committed offset. `position` distinguishes the two: it is this member's position in
-/// the partition, if it has read any message or started at a committed offset.
+/// the partition, or `None` if the member has read no message and did not start at a committed
+/// offset.
 pub(crate) fn out_of_range<C: ConsumerContext>(
     queue: &MessageQueue<C>,
     error: &PartitionError,

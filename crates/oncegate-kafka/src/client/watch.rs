@@ -25,7 +25,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 /// Timeout of a probe by a new client: to log in to a broker, to find the group coordinator, to log
 /// in to the coordinator, and to receive the response.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
-/// After how long without the group coordinator a warning is logged, and how often from then on.
+/// A warning is logged after this time without the group coordinator, and then at this interval.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// After this many consecutive requests for a log end have failed, a check sends no further ones:
 /// most likely no broker answers, and each request would take its full timeout.
