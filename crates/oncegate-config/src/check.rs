@@ -24,7 +24,7 @@ const UPPER_BOUNDS: [(&str, u64); 8] = [
 ];
 
 /// Settings of the store that must not be 0, each with its remedy.
-const POSITIVE: [(&str, &str); 3] = [
+const MUST_NOT_BE_ZERO: [(&str, &str); 3] = [
     (
         "store.timeout",
         "set at least a network round trip, such as 500ms",
@@ -37,7 +37,7 @@ const POSITIVE: [(&str, &str); 3] = [
 ];
 
 /// Keys of the store that only Redis supports.
-const REDIS_ONLY: [&str; 6] = [
+const REDIS_ONLY_KEYS: [&str; 6] = [
     "store.prefix",
     "store.replicas",
     "store.replicas-timeout",
@@ -61,7 +61,7 @@ impl Config {
             ("rabbitmq.client-certificate", "rabbitmq.client-key"),
             ("rabbitmq.client-key", "rabbitmq.client-certificate"),
         ])?;
-        for (key, remedy) in POSITIVE {
+        for (key, remedy) in MUST_NOT_BE_ZERO {
             if self.number(key) == Some(0) || self.time(key) == Some(Duration::ZERO) {
                 return Err(Error::misconfigured(format!("{key}: it is 0; {remedy}")));
             }
@@ -117,7 +117,7 @@ impl Config {
         }
         if let Some(StoreKind::Sqlite(_) | StoreKind::Postgres | StoreKind::Memory) =
             self.store_kind()?
-            && let Some(key) = REDIS_ONLY.into_iter().find(|key| self.has(key))
+            && let Some(key) = REDIS_ONLY_KEYS.into_iter().find(|key| self.has(key))
         {
             return Err(Error::misconfigured(format!(
                 "{key} requires Redis, and store.url names another store; remove one of them"

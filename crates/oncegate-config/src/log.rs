@@ -28,7 +28,7 @@ pub(crate) fn init(config: &Config) -> Result<Logging, Error> {
     let filter = match std::env::var(RUST_LOG) {
         // Invalid directives are ignored, as other programs do with this variable.
         Ok(text) if !text.is_empty() => {
-            EnvFilter::builder().parse_lossy(log_filter::with_warnings(&text))
+            EnvFilter::builder().parse_lossy(log_filter::with_oncegate_warnings(&text))
         }
         _ => log_filter::parse(config.text("log.filter"))?,
     };

@@ -182,6 +182,8 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
         *unforwarded = partitions;
     }
 
+    /// Forwards a partition's own queue to `to`, or ends the forwarding if `to` is null. Returns
+    /// false if librdkafka has no such partition.
     fn forward(&self, topic: &str, partition: i32, to: *mut native::rd_kafka_queue_t) -> bool {
         let Ok(topic) = CString::new(topic) else {
             return false;

@@ -179,6 +179,8 @@ impl DeadLetters {
         }
     }
 
+    /// Sends a dead letter once. Logs a warning if the confirm takes longer than
+    /// [`DELAY_WARNING_AFTER`].
     async fn send(&self, dead_letter: &UnpublishedDeadLetter) -> Result<(), KafkaError> {
         let (rejected, parts) = (&dead_letter.rejected, dead_letter.parts);
         let message = &rejected.delivery.message;
@@ -285,6 +287,8 @@ struct RestartingProducer {
 }
 
 impl RestartingProducer {
+    /// Sends a record and waits for the confirm. Then replaces the producer if it has a fatal error
+    /// or has lost its broker metadata.
     async fn send(&self, record: FutureRecord<'_, [u8], [u8]>) -> Result<(), KafkaError> {
         let (topic, producer) = (record.topic.to_owned(), self.current()?);
         let sent = producer.send(record, ENQUEUE_TIMEOUT).await;
@@ -300,6 +304,7 @@ impl RestartingProducer {
         sent.map(|_| ()).map_err(|(error, _)| error)
     }
 
+    /// The current producer, which is created if there is none.
     fn current(&self) -> Result<DeadLetterProducer, KafkaError> {
         let mut producer = lock(&self.current);
         match &*producer {

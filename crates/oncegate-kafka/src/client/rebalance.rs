@@ -158,7 +158,13 @@ impl CallbackContext {
             self.shared
                 .end_assignments(&revoked, kind, |epochs| self.drain(epochs), store);
         for (topic, partition) in &revoked {
-            tracing::info!(topic, partition, lost, unsettled, "partition revoked");
+            tracing::info!(
+                topic,
+                partition,
+                lost,
+                unsettled_of_all_revoked = unsettled,
+                "partition revoked"
+            );
         }
         metrics::counter!(crate::metric::REVOKED, "lost" => if lost { "yes" } else { "no" })
             .increment(revoked.len() as u64);

@@ -86,11 +86,13 @@ impl CallbackContext {
         self.shared.fail(error);
     }
 
+    /// Counts and logs the messages that expired before they were read.
     fn count_expired(&self, queue: &MessageQueue<Self>) {
         let log_start_of = |topic: &str, partition| queue.log_start_offset(topic, partition);
         self.shared.lock().count_expired(log_start_of);
     }
 
+    /// Seeks librdkafka to an offset. Nothing changes if librdkafka rejects the seek.
     pub(super) fn seek(
         &self,
         consumer: &GroupConsumer,

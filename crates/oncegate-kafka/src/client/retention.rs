@@ -159,6 +159,7 @@ impl LongRetention {
     }
 }
 
+/// The topics that retain messages for longer than the window; `None` if there are none.
 fn retained_longer_than<'a>(
     window: Duration,
     topics: impl Iterator<Item = &'a TopicConfig<'a>>,
@@ -282,6 +283,7 @@ fn format_duration(time: Duration) -> String {
     }
 }
 
+/// Whether this value of a topic setting limits retention. `unlimited` is the value that does not.
 fn limits_retention(key: &str, value: &str, unlimited: &str) -> bool {
     match key {
         "cleanup.policy" => value.contains("compact"),
@@ -289,6 +291,7 @@ fn limits_retention(key: &str, value: &str, unlimited: &str) -> bool {
     }
 }
 
+/// The error for a dead-letter or in-doubt topic with limited retention.
 fn limited_retention(kafka: &Kafka, topic: &TopicConfig<'_>) -> SourceError {
     let TopicConfig {
         setting,

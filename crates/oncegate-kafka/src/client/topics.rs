@@ -182,6 +182,11 @@ async fn find_topic(
     }
 }
 
+/// Requests the metadata of a topic, and serves the client's errors and log lines meanwhile.
+///
+/// # Errors
+/// The code of the failed request, or the topic's error code, unless that says that the topic is
+/// missing.
 fn fetch_presence(
     consumer: &GroupConsumer,
     topic: &str,
@@ -272,6 +277,7 @@ fn admin(
         .map_err(error::from_config)
 }
 
+/// Creates a dead-letter or in-doubt topic with unlimited retention. Does nothing if it exists.
 async fn create(
     admin: &AdminClient<LogContext>,
     setting: &str,
