@@ -17,7 +17,8 @@ pub(crate) struct StatusHandles {
     pub(crate) rabbitmq: oncegate::RabbitMqStatus,
 }
 
-/// Opens the port, if configured. Call it before the consumer is built: earlier metrics are lost.
+/// Starts the server of the admin port, if `admin.listen` is set. Called before the consumer is
+/// built, because metrics are lost until this has installed the recorder.
 pub(crate) fn open(
     config: &Config,
     broker: Broker,

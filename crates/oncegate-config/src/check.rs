@@ -1,4 +1,4 @@
-//! Checks keys against each other: contradictions and missing keys.
+//! Checks for contradictory, missing and out-of-range keys.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::error::{Broker, Error};
 use crate::settings::{SETTINGS, Setting, find};
 use crate::store::{StoreKind, no_store};
 
-/// Upper bounds of numbers that the library stores in fewer bits.
+/// Upper bounds of numbers: the library or the protocol has 32 or 16 bits for them.
 const UPPER_BOUNDS: [(&str, u64); 8] = [
     ("store.replicas", u32::MAX as u64),
     ("gate.max-attempts", u32::MAX as u64),
@@ -24,7 +24,7 @@ const UPPER_BOUNDS: [(&str, u64); 8] = [
 ];
 
 /// Settings of the store that must not be 0, each with its remedy.
-const POSITIVE: [(&str, &str); 3] = [
+const MUST_NOT_BE_ZERO: [(&str, &str); 3] = [
     (
         "store.timeout",
         "set at least a network round trip, such as 500ms",
@@ -36,8 +36,8 @@ const POSITIVE: [(&str, &str); 3] = [
     ),
 ];
 
-/// Keys for Redis only.
-const REDIS_ONLY: [&str; 6] = [
+/// Keys of the store that only Redis supports.
+const REDIS_ONLY_KEYS: [&str; 6] = [
     "store.prefix",
     "store.replicas",
     "store.replicas-timeout",
@@ -61,7 +61,7 @@ impl Config {
             ("rabbitmq.client-certificate", "rabbitmq.client-key"),
             ("rabbitmq.client-key", "rabbitmq.client-certificate"),
         ])?;
-        for (key, remedy) in POSITIVE {
+        for (key, remedy) in MUST_NOT_BE_ZERO {
             if self.number(key) == Some(0) || self.time(key) == Some(Duration::ZERO) {
                 return Err(Error::misconfigured(format!("{key}: it is 0; {remedy}")));
             }
@@ -76,8 +76,9 @@ impl Config {
         self.admin_address().map(drop)
     }
 
-    /// Checks that the broker has what the id is read from (Kafka has no `message_id`, RabbitMQ no
-    /// position), if the broker is known.
+    /// Checks that messages of the configured broker have what `gate.id` reads: messages of Kafka
+    /// have no `message_id`, and messages of RabbitMQ have no position. Checks nothing if the
+    /// broker is not known.
     fn check_id(&self) -> Result<(), Error> {
         let (Some(id), Ok(broker)) = (self.id_source()?, self.broker()) else {
             return Ok(());
@@ -96,7 +97,7 @@ impl Config {
         checked.map_err(|error| Error::of_source(broker, error))
     }
 
-    /// Checks that there is at most one store, with only its own keys.
+    /// Checks that at most one store is configured, with only keys that it supports.
     pub(crate) fn check_store(&self) -> Result<(), Error> {
         let stores = ["store.url", "store.sentinels", "store.cluster"]
             .into_iter()
@@ -116,7 +117,7 @@ impl Config {
         }
         if let Some(StoreKind::Sqlite(_) | StoreKind::Postgres | StoreKind::Memory) =
             self.store_kind()?
-            && let Some(key) = REDIS_ONLY.into_iter().find(|key| self.has(key))
+            && let Some(key) = REDIS_ONLY_KEYS.into_iter().find(|key| self.has(key))
         {
             return Err(Error::misconfigured(format!(
                 "{key} requires Redis, and store.url names another store; remove one of them"
@@ -131,7 +132,7 @@ impl Config {
         ])
     }
 
-    /// Each first key requires the second.
+    /// Checks, for each pair, that the second key is set if the first is.
     fn check_pairs(&self, pairs: &[(&str, &str)]) -> Result<(), Error> {
         match pairs
             .iter()
@@ -144,20 +145,21 @@ impl Config {
         }
     }
 
-    /// Also checks that a consumer can be built: a store, one broker and an id, and the bounds of
-    /// `[gate]`, the URLs of the store, the source and `log.filter` as the consumer checks them at
-    /// start. Contacts no server, so topics and queues are not checked.
+    /// Checks as [`Config::check`] does, and also that a consumer can be built: that a store, one
+    /// broker and an id are configured, and that the consumer accepts `[gate]`, the URL of the
+    /// store, the source and `log.filter` at start. Contacts no server, so topics and queues are
+    /// not checked.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`]: the missing key and its format; an invalid value, as the consumer
-    /// reports it; or as for [`Config::check`].
+    /// [`Error::Misconfigured`] names the missing key and its format, or the invalid value as the
+    /// consumer reports it; otherwise as for [`Config::check`].
     pub fn check_for_consumer(&self) -> Result<(), Error> {
         self.check()?;
         let store = self.store_kind()?.ok_or_else(no_store)?;
         if !self.has("gate.id") {
             return Err(missing(
                 "gate.id",
-                "where to read ids, such as \"header payment-id\"; a wrong source would skip messages",
+                "where to read ids, such as \"header payment-id\"; there is no default, because with a wrong one messages would be skipped",
             ));
         }
         let broker = self.broker()?;
@@ -218,14 +220,14 @@ impl Config {
         source.map_err(|error| Error::of_source(broker, error))
     }
 
-    /// Rejects settings that at most once refuses at start.
+    /// Rejects a mode and a store with which the consumer refuses at most once at start.
     fn check_guarantee(&self, store: StoreKind<'_>) -> Result<(), Error> {
         if self.guarantee() != Guarantee::AtMostOnce {
             return Ok(());
         }
         if self.text("gate.mode") == Some("shadow") {
             return Err(Error::misconfigured(
-                "gate.mode: shadow blocks no message, and at most once must block duplicates; set gate.guarantee = \"effectively-once\" meanwhile",
+                "gate.mode: shadow blocks no message, and at most once must block duplicates; set gate.guarantee = \"effectively-once\" while the mode is shadow",
             ));
         }
         if store == StoreKind::Memory && !self.allows_volatile_store() {
@@ -235,7 +237,7 @@ impl Config {
         Ok(())
     }
 
-    /// The broker that the consumer reads.
+    /// The broker that the consumer reads: `gate.broker`, or the one that is configured.
     pub(crate) fn broker(&self) -> Result<Broker, Error> {
         let has = |broker: Broker| {
             SETTINGS

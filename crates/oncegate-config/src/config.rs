@@ -15,15 +15,15 @@ use crate::value::{SettingValue, time};
 /// and no values.
 #[derive(Clone, Default)]
 pub struct Config {
-    /// By key.
+    /// The values that are set, by key.
     pub(crate) set: BTreeMap<&'static str, ConfiguredValue>,
-    /// The file, if there is one.
+    /// The file that was read, if there is one.
     pub(crate) file: Option<PathBuf>,
-    /// The sections of the file, including those without a key.
+    /// The sections of the file, including empty ones.
     pub(crate) sections: BTreeSet<String>,
 }
 
-/// A key that is set.
+/// A setting with its configured value.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ConfiguredValue {
@@ -49,7 +49,7 @@ impl Config {
         self.file.as_deref()
     }
 
-    /// Whether the file has this section, such as `rabbitmq`; also if the section has no key.
+    /// Whether the file has this section, such as `rabbitmq`, even if the section is empty.
     pub fn has_section(&self, section: &str) -> bool {
         self.sections.contains(section)
     }
@@ -66,7 +66,7 @@ impl Config {
         self.value(key).is_some()
     }
 
-    /// A text; `None` if it is not set.
+    /// The value of a key of the kind `Text`, `Time` or `Choice`; `None` if it is not set.
     pub fn text(&self, key: &str) -> Option<&str> {
         match self.value(key)? {
             SettingValue::Text(text) => Some(text),
@@ -74,7 +74,7 @@ impl Config {
         }
     }
 
-    /// A whole number; `None` if it is not set.
+    /// The value of a key of the kind `Number`; `None` if it is not set.
     pub fn number(&self, key: &str) -> Option<u64> {
         match self.value(key)? {
             SettingValue::Number(number) => Some(*number),
@@ -82,13 +82,13 @@ impl Config {
         }
     }
 
-    /// A duration; `None` if it is not set.
+    /// The value of a key of the kind `Time`; `None` if it is not set.
     pub fn time(&self, key: &str) -> Option<Duration> {
         // Validated when it was read.
         time(self.text(key)?).ok()
     }
 
-    /// A list of texts; empty if it is not set.
+    /// The value of a key of the kind `List`; empty if it is not set.
     pub fn list(&self, key: &str) -> &[String] {
         match self.value(key) {
             Some(SettingValue::List(list)) => list,
@@ -96,7 +96,7 @@ impl Config {
         }
     }
 
-    /// Names and texts; empty if they are not set.
+    /// The value of a key of the kind `Names`, as pairs of name and text; empty if it is not set.
     pub fn names(&self, key: &str) -> &[(String, String)] {
         match self.value(key) {
             Some(SettingValue::Names(names)) => names,

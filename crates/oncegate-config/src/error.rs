@@ -4,21 +4,21 @@ use oncegate::{SourceError, StoreError};
 
 use crate::config::Config;
 
-/// A consumer cannot be built from its configuration, or has failed. Each message
-/// contains the remedy.
+/// A consumer cannot be built from its configuration, or has failed. Each message names the remedy.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An unknown key, an invalid value, or a missing or contradictory setting.
     #[error("{0}")]
     Misconfigured(String),
-    /// Another failure of a consumer or a connection.
+    /// Any other failure of a consumer, source or connection.
     #[error(transparent)]
     Consumer(oncegate::Error),
 }
 
 impl std::fmt::Debug for Error {
-    /// The same line as `Display`: a `main` that returns this error prints it.
+    /// The same line as `Display`, because a `main` that returns an error prints its `Debug`
+    /// output.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{self}")
     }
@@ -60,7 +60,7 @@ impl Error {
     }
 }
 
-/// A broker and its section.
+/// A kind of broker, which has a section in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Broker {
@@ -105,7 +105,8 @@ impl Config {
     }
 }
 
-/// The key for a builder method; properties of librdkafka contain dots.
+/// The configuration key of a builder method, or of a librdkafka property, whose name contains
+/// dots.
 fn key(section: &str, setting: &str) -> String {
     match setting {
         // The upper bound is `gate.lease`.
@@ -117,7 +118,8 @@ fn key(section: &str, setting: &str) -> String {
     }
 }
 
-/// The problem of a store, with keys instead of builder methods; begins with a key or the section.
+/// The text of an error of a store, with configuration keys instead of builder methods. Begins with
+/// a key, or with the section.
 fn store_problem(problem: &str) -> String {
     let text = with_store_keys(problem);
     if text.starts_with("store.") {
@@ -129,7 +131,7 @@ fn store_problem(problem: &str) -> String {
 
 /// The text of an error of a source, with configuration keys instead of builder methods.
 fn with_source_keys(text: &str) -> String {
-    const KEYS: [(&str, &str); 24] = [
+    const KEYS: [(&str, &str); 27] = [
         ("IdSource::message_id()", "message-id"),
         ("IdSource::header(\"…\")", "header NAME"),
         ("IdSource::json_pointer(\"/…\")", "json /POINTER"),
@@ -144,6 +146,8 @@ fn with_source_keys(text: &str) -> String {
         ("Kafka::topic(\"payments\")", "kafka.topic = \"payments\""),
         (".login(…)", "kafka.password"),
         (".group_protocol(…)", "kafka.group-protocol"),
+        (".brokers(…)", "kafka.brokers"),
+        (".group(…)", "kafka.group"),
         (".start(…)", "kafka.start"),
         (".out_of_range(…)", "kafka.out-of-range"),
         (
@@ -155,7 +159,7 @@ fn with_source_keys(text: &str) -> String {
         ("Topology::Declare", "rabbitmq.topology = \"declare\""),
         ("Topology::Check", "rabbitmq.topology = \"check\""),
         (".ca_certificate(path)", "rabbitmq.ca-certificate"),
-        (".scope(…)", "gate.scope"),
+        (".scope(…)", "store.scope"),
         (".dedup_window(…)", "gate.dedup-window"),
         (
             "GroupProtocol::Classic",
@@ -166,6 +170,7 @@ fn with_source_keys(text: &str) -> String {
             "kafka.group-protocol = \"consumer\"",
         ),
         ("OutOfRange::Earliest", "kafka.out-of-range = \"earliest\""),
+        ("StartAt::Earliest", "kafka.start = \"earliest\""),
     ];
     KEYS.iter()
         .fold(text.to_owned(), |text, (item, key)| text.replace(item, key))
@@ -187,7 +192,7 @@ pub fn with_store_keys(text: &str) -> String {
         ("client_certificate: ", "store.client-certificate: "),
         ("ca_certificate(path)", "store.ca-certificate"),
         ("ca_certificate: ", "store.ca-certificate: "),
-        // The text of this problem names the setter and the variant.
+        // The problem of this setting names both the setter and the variant, for one key.
         ("Redis::durability: Durability::Replicas", "store.replicas:"),
         ("Durability::Replicas", "store.replicas"),
         ("Redis::sentinel", "store.sentinels"),
@@ -254,7 +259,7 @@ mod tests {
         );
         assert_eq!(
             Error::of_source(Broker::Kafka, recreated).to_string(),
-            "kafka.out-of-range: no; take another gate.scope, or use kafka.out-of-range = \"earliest\""
+            "kafka.out-of-range: no; take another store.scope, or use kafka.out-of-range = \"earliest\""
         );
         let redirected = "MOVED 1: Redis::at names a node of a Cluster; use Redis::cluster";
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Applies `[gate]`: ids, window, lease, limits, retries.
+//! Applies the keys of `[gate]` to a builder.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -10,12 +10,12 @@ use oncegate::{
 use crate::config::Config;
 use crate::error::Error;
 
-/// Suffix of `gate.id`: ids are hashed.
+/// The suffix of `gate.id` with which ids are hashed.
 const HASHED_SUFFIX: &str = " hashed";
 
 impl Config {
-    /// Applies `[gate]` and `store.scope` to a builder: guarantee, ids, window, lease, limits,
-    /// order, retries. Keeps what is not configured.
+    /// Applies `[gate]`, `store.scope` and `store.volatile` to a builder: guarantee, ids, window,
+    /// lease, limits, order, retries. Keeps the builder's value of each key that is not set.
     ///
     /// # Errors
     /// [`Error::Misconfigured`], as for [`Config::check`]. The consumer checks bounds when it
@@ -139,15 +139,16 @@ impl Config {
         }))
     }
 
-    /// An id from the command line: as a producer wrote it, or as keys and logs show it. `None` if
-    /// it is empty.
+    /// Parses an id from the command line, as a producer wrote it or as keys and logs show it.
+    /// `None` if it is empty.
     pub fn message_id(&self, text: &str) -> Option<MessageId> {
         let id = MessageId::stored(text).or_else(|| MessageId::new(text))?;
         Some(if self.hashes_ids() { id.hashed() } else { id })
     }
 
-    /// The id of a message whose id is this JSON number, if that differs from the text: `7` for
-    /// `7.0`. `None` if `gate.id` reads no JSON, or the text is no such number.
+    /// The id of a message whose body has this JSON number where `gate.id` reads the id, if the id
+    /// differs from the text: `7` for `7.0`. `None` if `gate.id` reads no JSON, the text is no JSON
+    /// number, or the id is the same text.
     pub fn number_id(&self, text: &str) -> Option<MessageId> {
         if !self.text("gate.id")?.starts_with("json ") || text.starts_with(['"', '{', '[']) {
             return None;
@@ -165,7 +166,7 @@ impl Config {
             .is_some_and(|text| text.ends_with(HASHED_SUFFIX))
     }
 
-    /// The address of the admin port.
+    /// The address of the admin port; `None` if there is no such port.
     pub(crate) fn admin_address(&self) -> Result<Option<SocketAddr>, Error> {
         let Some(text) = self.text("admin.listen") else {
             return Ok(None);

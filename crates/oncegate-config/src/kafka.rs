@@ -6,10 +6,10 @@ use crate::config::Config;
 use crate::error::Error;
 
 impl Config {
-    /// The configured topic as a source.
+    /// Builds the Kafka source from `[kafka]`. Connects to nothing.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`]: `kafka.topic` is missing, or as for [`Config::check`].
+    /// [`Error::Misconfigured`] if `kafka.topic` is missing; otherwise as for [`Config::check`].
     pub fn kafka(&self) -> Result<Kafka, Error> {
         self.check()?;
         let topic = self.text("kafka.topic").ok_or_else(|| {

@@ -12,9 +12,9 @@
 //! # }
 //! ```
 //!
-//! Unknown keys are rejected with the nearest known one. Secrets may be in files of their own. A
-//! program that needs more than a file can express uses parts of the configuration:
-//! [`Config::consumer`] configures a builder, and [`Config::store`] creates a store.
+//! An unknown key is an error, which suggests the most similar known key. A secret may be in a
+//! separate file. A program that needs more than a file can express uses parts of the
+//! configuration: [`Config::consumer`] configures a builder, and [`Config::store`] creates a store.
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "run")]

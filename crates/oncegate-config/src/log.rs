@@ -11,24 +11,24 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::log_filter;
 
-/// The environment variable for log filters that other Rust programs read, too.
+/// The environment variable with a log filter, which other Rust programs read as well.
 const RUST_LOG: &str = "RUST_LOG";
 
-/// Logging resources that live as long as the consumer.
+/// What logging and tracing need while the consumer runs.
 pub(crate) struct Logging {
     pub(crate) errors: LastErrors,
     #[cfg(feature = "otlp")]
     _traces: Option<crate::traces::Traces>,
 }
 
-/// Starts logging on standard error and, if configured, exporting spans. Keeps a subscriber that
-/// the program has installed.
+/// Starts logging on standard error and, if an OTLP endpoint is configured, exporting spans. Does
+/// neither if the program has installed a subscriber.
 pub(crate) fn init(config: &Config) -> Result<Logging, Error> {
     let errors = LastErrors::new();
     let filter = match std::env::var(RUST_LOG) {
         // Invalid directives are ignored, as other programs do with this variable.
         Ok(text) if !text.is_empty() => {
-            EnvFilter::builder().parse_lossy(log_filter::with_warnings(&text))
+            EnvFilter::builder().parse_lossy(log_filter::with_oncegate_warnings(&text))
         }
         _ => log_filter::parse(config.text("log.filter"))?,
     };

@@ -1,13 +1,14 @@
-//! The filter of the log.
+//! The log filter.
 
 use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 
 use crate::error::Error;
 
-/// The configured filter. lapin logs errors that oncegate reports in one line with a remedy, so a
-/// filter that does not name lapin turns its lines off.
+/// Parses the configured filter, or the default, `info`. lapin logs errors that oncegate logs as
+/// well, in one line with a remedy, so the lines of lapin are turned off unless the filter names
+/// lapin.
 pub(crate) fn parse(configured: Option<&str>) -> Result<EnvFilter, Error> {
-    let mut text = with_warnings(configured.unwrap_or("info"));
+    let mut text = with_oncegate_warnings(configured.unwrap_or("info"));
     if !text.contains("lapin") {
         text += ",lapin=off";
     }
@@ -17,12 +18,13 @@ pub(crate) fn parse(configured: Option<&str>) -> Result<EnvFilter, Error> {
     })
 }
 
-/// Adds oncegate's warnings to a filter that has no default level and names no crate of oncegate.
-/// Such a filter may be a misspelled level: tracing reads it as the name of a crate.
-pub(crate) fn with_warnings(text: &str) -> String {
+/// Adds oncegate's warnings to a filter that has no default level and names no crate of a consumer
+/// (see [`is_consumer_crate`]). Such a filter may be a misspelled level, which tracing reads as the
+/// name of a crate.
+pub(crate) fn with_oncegate_warnings(text: &str) -> String {
     let covers_oncegate = text.split(',').map(str::trim).any(|directive| {
         let target = directive.split(['=', '[', ':']).next().unwrap_or_default();
-        target.is_empty() || target.parse::<LevelFilter>().is_ok() || is_crate(target)
+        target.is_empty() || target.parse::<LevelFilter>().is_ok() || is_consumer_crate(target)
     });
     if covers_oncegate {
         text.to_owned()
@@ -31,7 +33,8 @@ pub(crate) fn with_warnings(text: &str) -> String {
     }
 }
 
-fn is_crate(target: &str) -> bool {
+/// Whether this is a crate of oncegate that logs in a consumer.
+fn is_consumer_crate(target: &str) -> bool {
     target == "oncegate"
         || target.strip_prefix("oncegate_").is_some_and(|name| {
             ["admin", "amqp", "config", "core", "kafka", "redis", "sql"].contains(&name)

@@ -6,10 +6,10 @@ use crate::config::Config;
 use crate::error::Error;
 
 impl Config {
-    /// The configured queue as a source.
+    /// Builds the RabbitMQ source from `[rabbitmq]`. Connects to nothing.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`]: `rabbitmq.queue` is missing, or as for [`Config::check`].
+    /// [`Error::Misconfigured`] if `rabbitmq.queue` is missing; otherwise as for [`Config::check`].
     pub fn rabbitmq(&self) -> Result<RabbitMq, Error> {
         self.check()?;
         let queue = self.text("rabbitmq.queue").ok_or_else(|| {

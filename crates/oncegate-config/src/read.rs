@@ -1,4 +1,5 @@
-//! Reads the file and the variables into one value per key, with its origin.
+//! Reads the file and the environment variables into one value per key, with the origin of the
+//! value.
 
 use std::path::Path;
 
@@ -9,7 +10,7 @@ use crate::error::Error;
 use crate::settings::{SETTINGS, Setting, ValueKind, find, nearest, sections};
 use crate::value::{SettingValue, time};
 
-/// The file that is read by default.
+/// The file that is read if no other is named.
 pub(crate) const DEFAULT_FILE: &str = "oncegate.toml";
 
 /// The variable that names another file.
@@ -32,21 +33,21 @@ impl Config {
                 file.display()
             )));
         }
-        // Variables that are not UTF-8 are not settings.
+        // A variable that is not UTF-8 is ignored.
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         });
         Self::read(named.as_deref().map(Path::new), variables)
     }
 
-    /// Reads the given file, or `oncegate.toml` in the current directory if it exists, and then
-    /// these variables, which take precedence. Variables of other sections are ignored, unless the
-    /// section is a misspelling.
+    /// Reads the file `named`, or `oncegate.toml` in the current directory if it exists, and then
+    /// these variables, which take precedence. Variables with an unknown section are ignored,
+    /// unless the section is a misspelling of a known one.
     ///
     /// # Errors
     /// [`Error::Misconfigured`]: the file cannot be read or parsed, a key is unknown, or a value
-    /// has the wrong kind. It names the key and shows no secret. [`Config::check`] checks keys
-    /// against each other.
+    /// has the wrong kind. The error names the key and shows no secret. [`Config::check`] detects
+    /// contradictions between keys.
     pub fn read(
         named: Option<&Path>,
         variables: impl IntoIterator<Item = (String, String)>,
@@ -64,7 +65,8 @@ impl Config {
 
     fn read_file(&mut self, path: &Path, text: &str) -> Result<(), Error> {
         let shown = path.display();
-        // The message of the parser quotes the line, which may contain a password.
+        // `Display` of this error quotes the line, which may contain a password; `message` does
+        // not.
         let table: Table = text.parse().map_err(|error: toml::de::Error| {
             let line = error.span().map_or(0, |span| {
                 text[..span.start.min(text.len())].lines().count().max(1)
@@ -134,8 +136,8 @@ impl Config {
         self.insert(setting, value, shown.to_string())
     }
 
-    /// Variables of a known or misspelt section are settings, since no other check reports the
-    /// misspelling. Other `ONCEGATE_` variables are ignored.
+    /// Reads the variables of known sections. Those of a misspelt section are read, too, so that
+    /// the misspelling is reported. Other `ONCEGATE_` variables are ignored.
     fn read_variables(
         &mut self,
         variables: impl IntoIterator<Item = (String, String)>,
@@ -196,6 +198,7 @@ impl Config {
         Ok(())
     }
 
+    /// Sets a key, if its value is valid.
     fn insert(
         &mut self,
         setting: &'static Setting,
@@ -233,9 +236,9 @@ impl Config {
     }
 }
 
-/// Whether a variable has a section of oncegate, or a misspelling of one. Variables without a section
-/// are not settings: `ONCEGATE_KAFKA` is the broker of tests, `ONCEGATE_CONFIG` the file,
-/// `ONCEGATE_OPERATOR` the operator.
+/// Whether a variable begins with `ONCEGATE_` and a known section, or a misspelling of one.
+/// Variables without a second `_` are not settings: `ONCEGATE_KAFKA` names the broker for tests,
+/// `ONCEGATE_CONFIG` the file, `ONCEGATE_OPERATOR` the operator.
 fn is_oncegate_variable(variable: &str) -> bool {
     let Some((section, _)) = variable
         .strip_prefix("ONCEGATE_")
@@ -243,13 +246,13 @@ fn is_oncegate_variable(variable: &str) -> bool {
     else {
         return false;
     };
-    // Tolerates one edit, or two in a long name.
+    // A misspelling has at most one edit per four letters of the section's name.
     sections().any(|section_name| {
         strsim::damerau_levenshtein(&section.to_lowercase(), section_name) <= section_name.len() / 4
     })
 }
 
-/// Converts a TOML value, if it has the expected kind.
+/// Converts a TOML value; `None` if it has another kind.
 fn from_toml(kind: ValueKind, value: toml::Value) -> Option<SettingValue> {
     let text = |value: toml::Value| match value {
         toml::Value::String(text) => Some(text),
@@ -296,8 +299,8 @@ fn unknown_name<'a>(what: &str, unknown: &str, known: impl Iterator<Item = &'a s
     })
 }
 
-/// Parses `name=value` pairs: one per line, or separated by commas in a single line. Errors show no
-/// value, nor a text that may be one.
+/// Parses `name=value` pairs: one per line, or separated by commas in a single line. Errors show
+/// neither a value nor a text that may be a value.
 fn parse_names(variable: &str, text: &str) -> Result<Vec<(String, String)>, Error> {
     let separator = if text.contains('\n') { '\n' } else { ',' };
     let mut names: Vec<(String, String)> = Vec::new();

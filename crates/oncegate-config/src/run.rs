@@ -11,15 +11,15 @@ use crate::log;
 use crate::store::AnyStore;
 
 impl Config {
-    /// Builds the consumer with its source, store, log and admin port, and handles messages until SIGTERM or
-    /// Ctrl-C; then drains and returns. Bodies are JSON; for other formats, use a builder with
-    /// [`Config::consumer`].
+    /// Builds the consumer with its source and store, opens the admin port, and handles messages
+    /// until SIGTERM or Ctrl-C; then drains and returns. Bodies are JSON; for other formats, use a
+    /// builder with [`Config::consumer`].
     ///
     /// Logs on standard error, unless the program has installed a subscriber.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`] names the key to change; [`Error::Consumer`] is the failure of the
-    /// consumer.
+    /// [`Error::Misconfigured`] names the key to change; [`Error::Consumer`] has any other failure
+    /// of the consumer.
     pub async fn run<H: Handler>(self, handler: H) -> Result<(), Error> {
         self.run_until(handler, shutdown_signal()).await
     }
@@ -86,7 +86,7 @@ fn feature_missing(broker: Broker) -> oncegate::Error {
         Broker::RabbitMq => "add the feature `rabbitmq` of oncegate-config",
     };
     let problem = format!(
-        "[{}] is configured, and this program was built without it",
+        "[{}] is configured, and this program was built without this broker",
         broker.section()
     );
     oncegate::Error::Misconfigured {

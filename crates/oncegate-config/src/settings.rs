@@ -11,9 +11,9 @@ pub enum ValueKind {
     Choice(&'static [&'static str]),
     /// A whole number, 0 or more.
     Number,
-    /// A list of texts; separated by commas in a variable.
+    /// A list of texts; in a variable separated by commas.
     List,
-    /// Names and texts; in a variable `name=value`, separated by commas or one per line.
+    /// Pairs of name and text; in a variable `name=value`, separated by commas or one per line.
     Names,
 }
 
@@ -38,12 +38,12 @@ pub struct Setting {
     pub kind: ValueKind,
     /// Which part is secret.
     pub redaction: Redaction,
-    /// Its meaning and default.
+    /// What it sets, and its default.
     pub description: &'static str,
 }
 
 impl Setting {
-    /// The variable that sets it and overrides the file.
+    /// The environment variable that sets it and overrides the file.
     pub fn variable(&self) -> String {
         format!(
             "ONCEGATE_{}",
@@ -51,7 +51,8 @@ impl Setting {
         )
     }
 
-    /// Whether it may be in a file of its own, which `<key>-file` names.
+    /// Whether the value is a secret, so that a separate file may contain it, which `<key>-file`
+    /// names.
     pub fn is_secret(&self) -> bool {
         self.redaction != Redaction::Nothing && self.kind == ValueKind::Text
     }
@@ -138,7 +139,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     text(
         "store.scope",
-        "the scope of the consumer whose markers these are; none by default",
+        "the scope of the consumer, part of each key; none by default",
     ),
     time(
         "store.timeout",
@@ -178,7 +179,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     time(
         "gate.dedup-window",
-        "how long a done id is remembered; 24h by default",
+        "how long a completed id is stored; 24h by default",
     ),
     time(
         "gate.max-age",
@@ -282,7 +283,7 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "kafka.group-protocol",
         &["classic", "consumer"],
-        "of the group: classic (the default) or consumer (KIP-848)",
+        "the group protocol: classic (the default) or consumer (KIP-848)",
     ),
     text(
         "kafka.dead-letters",
@@ -304,7 +305,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     number(
         "kafka.create-partitions",
-        "creates missing dead-letter and in-doubt topics with this many partitions; not created by default",
+        "creates missing dead-letter and in-doubt topics, with this many partitions; not created by default",
     ),
     number(
         "kafka.create-replicas",
@@ -331,7 +332,7 @@ pub const SETTINGS: &[Setting] = &[
         "kafka.password",
         ValueKind::Text,
         Redaction::All,
-        "sasl.password",
+        "the SASL password (sasl.password)",
     ),
     redacted(
         "kafka.properties",
@@ -393,7 +394,7 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "rabbitmq.delivery-counts",
         &["refused", "accepted"],
-        "whether to accept high delivery counts of dead letters: refused (the default) replaces such a message by a copy, accepted leaves it",
+        "whether commands accept a high delivery count: refused (the default) replaces such a dead letter by a copy; accepted, as --accept-delivery-counts, leaves it",
     ),
     text(
         "rabbitmq.ca-certificate",
@@ -435,7 +436,7 @@ pub fn sections() -> impl Iterator<Item = &'static str> {
     })
 }
 
-/// The known name that is most similar to an unknown one.
+/// The known name that is most similar to an unknown one; `None` if no name is similar.
 pub fn nearest<'a>(unknown: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let distance = |name: &&str| strsim::damerau_levenshtein(unknown, name);
     known

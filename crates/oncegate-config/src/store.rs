@@ -1,4 +1,4 @@
-//! The configured store.
+//! Builds the configured store.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::error::Error;
 /// The kind of the configured store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreKind<'a> {
-    /// A Redis server, a primary behind Sentinel, or a Cluster.
+    /// A Redis server, a primary that Sentinel monitors, or a Cluster.
     Redis,
     /// An SQLite file.
     Sqlite(&'a Path),
@@ -29,7 +29,7 @@ pub enum StoreKind<'a> {
     Memory,
 }
 
-/// The configured store.
+/// The configured store, of any kind.
 #[derive(Clone)]
 pub struct AnyStore(Arc<dyn Store>);
 
@@ -100,7 +100,7 @@ impl Config {
                         "store.url: sqlite: has no file; write sqlite:markers.db, or sqlite:/var/lib/markers.db",
                     ));
                 }
-                // SQLite would open an in-memory database, a separate one in each process.
+                // SQLite would open a database in memory, and each process would have its own.
                 if file == ":memory:" {
                     return Err(Error::misconfigured(
                         "store.url: sqlite::memory: is no file; write sqlite:FILE, or memory: for a test",
@@ -108,10 +108,10 @@ impl Config {
                 }
                 Ok(Some(StoreKind::Sqlite(Path::new(file))))
             }
-            // The clients check their URLs themselves. Only a scheme may be shown: other text may
-            // contain a secret.
+            // Redis and PostgreSQL check the rest of their URLs themselves.
             ("redis" | "rediss" | "redis+unix", _) => Ok(Some(StoreKind::Redis)),
             ("postgres" | "postgresql", _) => Ok(Some(StoreKind::Postgres)),
+            // The error does not show the URL, which may contain a password.
             _ => Err(Error::misconfigured(
                 "store.url is not valid; write redis://HOST:PORT, rediss://HOST:PORT, postgres://HOST/DATABASE, sqlite:FILE or memory:",
             )),
@@ -154,8 +154,8 @@ impl Config {
         }
     }
 
-    /// Creates the PostgreSQL store. Without `store.timeout` the timeout is `default_timeout`, or that
-    /// of the store.
+    /// Creates the PostgreSQL store. Without `store.timeout` the timeout is `default_timeout`;
+    /// without both it is the default of [`Postgres`].
     ///
     /// # Errors
     /// Another store is configured, or none.
@@ -175,8 +175,8 @@ impl Config {
         })
     }
 
-    /// Creates the Redis store. Without `store.timeout` the timeout is `default_timeout`, or that
-    /// of the store.
+    /// Creates the Redis store. Without `store.timeout` the timeout is `default_timeout`; without
+    /// both it is the default of [`Redis`].
     ///
     /// # Errors
     /// Another store is configured, or none.
@@ -211,7 +211,7 @@ impl Config {
         Ok(redis)
     }
 
-    /// `store.replicas`, or the primary alone.
+    /// `store.replicas` and its timeout; by default only the primary acknowledges a claim.
     #[cfg(feature = "redis")]
     pub fn durability(&self) -> Durability {
         match self
@@ -233,10 +233,10 @@ impl Config {
         self.text("store.prefix").unwrap_or("processed:")
     }
 
-    /// `store.scope`, or none.
+    /// `store.scope`, or no scope.
     ///
     /// # Errors
-    /// It is not valid in a key.
+    /// The scope has a character that is invalid in a key, or is too long.
     pub fn scope(&self) -> Result<Scope, Error> {
         match self.text("store.scope") {
             None => Ok(Scope::none()),

@@ -11,7 +11,7 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::error::Error;
 
-/// The variables of OpenTelemetry for the endpoint; without one of them nothing is exported.
+/// The variables of OpenTelemetry for the endpoint. If none of them is set, nothing is exported.
 const ENDPOINTS: [&str; 2] = [
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
@@ -45,7 +45,7 @@ impl Traces {
             Error::misconfigured(format!("{endpoint}: cannot create an exporter: {error}"))
         })?;
         let resource = Resource::builder();
-        // The resource builder reads the variable itself.
+        // `Resource::builder` reads this variable itself.
         let is_named = std::env::var_os("OTEL_SERVICE_NAME").is_some_and(|name| !name.is_empty());
         let resource = if is_named {
             resource
@@ -60,8 +60,8 @@ impl Traces {
         )))
     }
 
-    /// The layer that exports spans: those of oncegate, which have the level `DEBUG`, and others
-    /// from `INFO`.
+    /// The layer that exports spans: the spans of oncegate, which have the level `DEBUG`, and other
+    /// spans with the level `INFO` or above.
     pub fn layer<S: Subscriber + for<'a> LookupSpan<'a> + Send + Sync>(
         &self,
     ) -> impl Layer<S> + use<S> {

@@ -11,12 +11,12 @@ pub enum SettingValue {
     Number(u64),
     /// Several texts.
     List(Vec<String>),
-    /// Names and texts, by name.
+    /// Pairs of name and text.
     Names(Vec<(String, String)>),
 }
 
 impl std::fmt::Debug for SettingValue {
-    /// Only its kind: the value may be a secret.
+    /// Shows only the kind: the value may be a secret.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Text(_) => "Text(***)",

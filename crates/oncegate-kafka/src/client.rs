@@ -1,19 +1,19 @@
-//! librdkafka and its Rust wrapper.
+//! The code that uses librdkafka through rdkafka, its Rust wrapper.
 //!
 //! | modules | content |
 //! | --- | --- |
 //! | `topics`, `retention` | before the group is joined: topics exist and retain dead letters |
 //! | `poll`, `assignment_wait` | the polling thread, the only one that serves the group |
-//! | `callbacks`, `rebalance`, `records`, `start_position`, `time_budget`, `topic_ids`, `commits`, `error_position`, `lowered_commit` | what runs on that thread: rebalances, records, errors, offsets |
+//! | `callbacks`, `rebalance`, `records`, `start_position`, `time_budget`, `topic_ids`, `commits`, `error_position`, `lowered_commit` | what runs on the polling thread: rebalances, records, errors, offsets |
 //! | `watch`, `stall`, `missing_topics`, `lost_metadata` | a second client and thread: lag, stalled partitions, deleted topics, the group coordinator |
 //! | `dead_letters` | the producers |
 //! | `batch` | reading in batches: the only `unsafe` code |
-//! | `log`, `error`, `connection_errors`, `statistics`, `missing_topic_log`, `topic_id_log`, `cluster_id`, `commit_metadata` | parts of the wrapper |
+//! | `log`, `error`, `connection_errors`, `statistics`, `missing_topic_log`, `topic_id_log`, `cluster_id`, `commit_metadata` | logs, errors, statistics and metadata of librdkafka |
 //!
 //! # Workarounds
 //!
-//! `docs/upstream/README.md` lists all of them with their upstream issues or reports. Each module
-//! describes its own.
+//! `docs/upstream/README.md` lists the workarounds for defects of librdkafka and rdkafka, with
+//! their upstream issues or reports. The documentation of each module describes its workarounds.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -47,7 +47,7 @@ mod topic_ids;
 pub(crate) mod topics;
 pub(crate) mod watch;
 
-/// Locks data that each thread leaves complete, even if it panics.
+/// Locks data that stays consistent even if a thread panics while it holds the lock.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -16,9 +16,9 @@
 // | module | content |
 // | --- | --- |
 // | `settings` | `Kafka`, the description of a source; TLS and logins; clients for tools |
-// | `source`, `status`, `metric` | `KafkaSource`: connect, receive, settle, close; what is reported |
-// | `partition` | pure: what is committed of a partition, and from where it is read |
-// | `shared` | the state of all partitions and deliveries, behind the lock of both threads |
+// | `source`, `status`, `metric` | `KafkaSource`: connect, receive, settle, close; its status and metrics |
+// | `partition` | pure functions: which offset of a partition is committed, and from which it is read |
+// | `shared` | the state of all partitions and deliveries, shared by the polling thread and the consumer |
 // | `client` | librdkafka: its threads, callbacks and workarounds; the only `unsafe` code |
 //
 // `partition` imports nothing of this crate.

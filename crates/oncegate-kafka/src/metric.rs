@@ -57,7 +57,7 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::counter(
         CLIENTS_REPLACED,
         &[],
-        "Kafka clients that were replaced because they stalled, could not reach the group coordinator or had a fatal error",
+        "Kafka clients that were replaced because they stalled, could not reach the group coordinator, had a fatal error, or their topic moved to another cluster",
     ),
     Metric::counter(
         MESSAGES_EXPIRED,

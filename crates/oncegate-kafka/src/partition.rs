@@ -1,6 +1,6 @@
-//! A partition that is assigned to this member: what may be committed of it, and where it is read
-//! from. [`Partition::apply`] decides both, as a table of states and events, without clock, I/O,
-//! locks and librdkafka. Its caller performs the action that it returns.
+//! A partition that is assigned to this member: which offset may be committed, and from which
+//! offset it is read. [`Partition::apply`] decides both, as a table of states and events, without
+//! clock, I/O, locks and librdkafka. The caller performs the action that `apply` returns.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -24,9 +24,9 @@ const MAX_GAPS: usize = 1_000;
 /// An assigned partition.
 ///
 /// Each assignment has a number, its *assignment epoch*, which is in the receipts of its deliveries
-/// ([`Receipt::epoch`](oncegate_core::Receipt::epoch)), so that a settlement never counts for another
-/// assignment. If the log is truncated or the topic recreated, the assignment ends and another one
-/// starts, because offsets of the two differ in meaning.
+/// ([`Receipt::epoch`](oncegate_core::Receipt::epoch)), so that a settlement never counts for
+/// another assignment. If the log is truncated or the topic recreated, the assignment ends and
+/// another one starts, because an offset then names another message than before.
 #[derive(Debug)]
 #[cfg_attr(test, derive(Clone, PartialEq, Eq, Hash))]
 pub(crate) struct Partition {
@@ -36,56 +36,61 @@ pub(crate) struct Partition {
     log: LogIdentity,
     offsets: DeliveredOffsets,
     position_trust: PositionTrust,
-    /// The offset of the last commit, or the one at which the assignment has started.
+    /// The offset of the last commit, or before the first commit, the offset at which the
+    /// assignment starts.
     last_commit: Option<i64>,
     next_commit: NextCommit,
-    /// Deliveries that the consumer has and has not settled or released.
+    /// How many deliveries were handed out and are neither settled nor released.
     handed_out: usize,
-    /// Offset gaps whose expired messages are not counted yet.
+    /// Offset gaps since the last [`PartitionEvent::LogStart`] with an offset, whose expired
+    /// messages are not counted yet. At most [`MAX_GAPS`].
     gaps: Vec<Range<i64>>,
     /// How many gaps were found since the last [`PartitionEvent::LogStart`].
     new_gaps: u64,
-    /// The offset that was to be committed at the last [`PartitionEvent::CommitDue`], and since when.
+    /// The committable offset at the last [`PartitionEvent::CommitDue`], and since when it is the
+    /// same.
     committable_since: Option<(i64, Instant)>,
 }
 
 /// Something that happened to a partition.
 #[derive(Clone, Debug)]
 pub(crate) enum PartitionEvent {
-    /// librdkafka returned the record at `offset`. If the log was truncated, the next assignment has
-    /// the epoch `next_epoch`.
+    /// librdkafka returned the record at `offset`. If the log was truncated, the next assignment
+    /// has the epoch `next_epoch`.
     Fetched { offset: i64, next_epoch: u64 },
-    /// librdkafka reports its position, which is above transaction markers too; `None` before it has
-    /// read anything.
+    /// librdkafka reports its position, which also advances past transaction markers; `None` before
+    /// librdkafka has read anything.
     PositionReported(Option<i64>),
-    /// librdkafka's position is too high: it counts errors as messages, and does not decrease when a
-    /// log is truncated. `fallback` is the right one if nothing was read.
+    /// librdkafka's position is too high: librdkafka counts errors as messages, and does not
+    /// decrease its position when a log is truncated. `fallback` is the correct position if no
+    /// message was read.
     PositionWrong { fallback: Option<i64> },
     /// librdkafka has accepted a seek.
     Sought,
-    /// The log start offset of a partition without a committed offset. Reading starts there, and it is
-    /// committed.
+    /// The log start offset of a partition without a committed offset. Reading starts at this
+    /// offset, and the assignment commits it.
     StartFound(i64),
     /// The log start offset; `None` while librdkafka does not know it.
     LogStart(Option<i64>),
-    /// The topic was deleted and created again, unless this assignment already belongs to the new topic.
+    /// The topic was deleted and created again, unless this assignment already belongs to the new
+    /// topic.
     TopicRecreated {
         identity: Option<TopicIdentity>,
         next_epoch: u64,
     },
-    /// The source ends with an error: a part of the log is unreadable, or, with
-    /// `OutOfRange::Error`, the committed offset is, or may be, of a deleted topic.
+    /// The source ends with an error: a part of the log is unreadable, or the policy is
+    /// `OutOfRange::Error` and the committed offset belongs, or may belong, to a deleted topic.
     Halted,
-    /// A delivery was taken from the queue of the source: for the consumer, or for the dead letters if
-    /// it exceeds `body_limit`.
+    /// A delivery was taken from the queue of the source: for the consumer, or for the dead letters
+    /// if it exceeds `body_limit`.
     HandedOut,
     /// A delivery of this assignment is settled.
     Settled(i64),
     /// A delivery of this assignment was released.
     Released,
-    /// Offsets are committed now.
+    /// The caller commits offsets, at this time.
     CommitDue(Instant),
-    /// A commit failed. It is repeated at this time.
+    /// A commit failed. The next one, from this time on, is immediate.
     CommitFailed { retry_at: Instant },
     /// The broker has committed this offset, for this or an earlier assignment.
     CommitConfirmed(i64),
@@ -97,18 +102,20 @@ pub(crate) enum PartitionEvent {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum PartitionAction {
     Nothing,
-    /// Add the record to the queue of the source. If the log was truncated below the committed offset, that was
-    /// `truncated_from`.
+    /// Add the record to the queue of the source. `truncated_from` is the expected offset, if the
+    /// log was truncated below it.
     Enqueue {
         truncated_from: Option<i64>,
     },
-    /// The assignment `ended`, and another one has started: drop its records that were not handed
-    /// out, and report the revocation.
+    /// The assignment with the epoch `ended` has ended, and another one has started: drop the
+    /// records of the ended one that were not handed out, and report its revocation to the
+    /// consumer.
     Restart {
         ended: u64,
         cause: RestartCause,
     },
-    /// Drop the records of this assignment that were not handed out, and report the revocation.
+    /// Drop the records of this assignment that were not handed out, and report its revocation to
+    /// the consumer.
     DropQueued,
     /// Seek to this offset.
     Seek(i64),
@@ -116,14 +123,14 @@ pub(crate) enum PartitionAction {
     Redeliver,
     /// Count these expired messages.
     CountExpired(Vec<ExpiredGap>),
-    /// Log that messages may have expired.
+    /// Log that messages may have expired in `count` new gaps, of which `last` is the last one.
     WarnOfGaps {
         count: u64,
         last: Range<i64>,
     },
     Commit {
         offset: i64,
-        mode: SendMode,
+        mode: OffsetCommitMode,
     },
 }
 
@@ -131,12 +138,13 @@ pub(crate) enum PartitionAction {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum RestartCause {
     Recreated,
-    /// The log was truncated below `expected`, and the record is queued under the new epoch.
+    /// The log was truncated below `expected`: add the record to the queue, under the new epoch.
     Truncated {
         expected: i64,
     },
-    /// The log was truncated below `expected`. The record is read again after a seek to a lower
-    /// unsettled offset: if it were handed out now, the offsets in between would count as settled.
+    /// The log was truncated below `expected`: drop the record. It is read again after a seek to a
+    /// lower unsettled offset. If it were handed out now, the offsets in between would count as
+    /// settled.
     TruncatedAboveUnsettled {
         expected: i64,
     },
@@ -145,9 +153,10 @@ pub(crate) enum RestartCause {
 /// Messages that expired before they were read, in a gap between two offsets.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ExpiredGap {
-    /// From the expected offset to that of the next message.
+    /// From the expected offset to the offset of the next message.
     pub(crate) gap: Range<i64>,
     pub(crate) log_start: i64,
+    /// How many offsets of the gap are below `log_start`.
     pub(crate) expired: u64,
 }
 
@@ -159,10 +168,10 @@ pub(crate) enum AssignmentState {
     Active,
     /// No message is read before librdkafka has sought to the start of the assignment.
     Seeking,
-    /// No more messages are read, so no offset above the last one read is committed. Those read before
-    /// are handed out.
+    /// No more messages are read. Those that were read before are handed out, and no offset above
+    /// them is committed.
     Halted,
-    /// Settlements count; nothing is handed out.
+    /// The partition is being revoked: nothing is read or handed out, and settlements count.
     Revoking,
 }
 
@@ -170,17 +179,18 @@ pub(crate) enum AssignmentState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(test, derive(Hash))]
 enum PositionTrust {
-    /// Not yet: it may be left from an earlier assignment, until librdkafka reports that it has no
-    /// position, or a message arrives.
+    /// Not yet: it may be the position of an earlier assignment, until librdkafka reports that it
+    /// has no position, or returns a message.
     Unconfirmed,
     Trusted,
-    /// No: it is too high, and no seek has corrected it yet.
+    /// No: the position is too high, and no seek has corrected it yet.
     Wrong,
 }
 
 /// How the next offset is committed. librdkafka commits a stored offset only if it is above the
-/// committed one; if the log was truncated below that, it would commit no offset of this assignment.
-/// So the first commit of each assignment is immediate, and so is the repetition of a failed one.
+/// committed one, so after a truncation below the committed offset it would commit nothing of this
+/// assignment. Hence the first commit of each assignment is immediate, and so is the one after a
+/// failed commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(test, derive(Hash))]
 enum NextCommit {
@@ -192,8 +202,9 @@ enum NextCommit {
 
 /// How an offset is committed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SendMode {
-    /// librdkafka commits it within `auto.commit.interval.ms`, if it is above the committed one.
+pub(crate) enum OffsetCommitMode {
+    /// librdkafka commits the offset within `auto.commit.interval.ms`, if it is above the committed
+    /// one.
     Stored,
     /// A commit request is sent at once, also for an offset below the committed one.
     Immediate,
@@ -235,7 +246,8 @@ impl Partition {
             (S::Active, E::Fetched { offset, next_epoch }) => {
                 self.restart_truncated(offset, next_epoch)
             }
-            // Its next owner reads the record, or this one does after the seek.
+            // The record is dropped. The next owner of the partition reads it, or this assignment
+            // reads it again after the seek.
             (S::Seeking | S::Halted | S::Revoking, E::Fetched { .. }) => A::Nothing,
 
             (S::Active, E::PositionReported(position)) => self.position_reported(position),
@@ -270,9 +282,9 @@ impl Partition {
                 self.commit_next(NextCommit::ImmediateFrom(retry_at))
             }
             // A retried commit of an earlier assignment, which the broker handled after the lower
-            // commit of this one. librdkafka would commit nothing until that offset is reached, and a
-            // crash would skip messages. For two commits of the same assignment, librdkafka repeats the
-            // later one itself.
+            // commit of this assignment. librdkafka would commit nothing below `offset`, and a
+            // crash would skip the messages below it, so this assignment commits at once. Of two
+            // commits of the same assignment, librdkafka itself repeats the later one.
             (_, E::CommitConfirmed(offset))
                 if self.last_commit.is_some_and(|last| last < offset) =>
             {
@@ -326,12 +338,12 @@ impl Partition {
         self.enter(AssignmentState::Active, PartitionAction::Nothing)
     }
 
-    /// Delivers the record at this offset, which is not below the last one.
+    /// Delivers the record at this offset, which is above the last record that was read.
     fn deliver(&mut self, offset: i64) -> PartitionAction {
         let expected = self.position();
         let truncated_from = expected.filter(|expected| offset < *expected);
         if let Some(expected) = truncated_from {
-            self.log.ids = self.log.ids.after_truncation(offset, expected);
+            self.log.position_ids = self.log.position_ids.after_truncation(offset, expected);
         } else if let Some(expected) = expected.filter(|expected| *expected < offset) {
             self.add_gap(expected..offset);
         }
@@ -343,14 +355,14 @@ impl Partition {
         PartitionAction::Enqueue { truncated_from }
     }
 
-    /// Restarts at the record at this offset, which is below the last one, or at the lowest unsettled
-    /// offset if that is lower.
+    /// Starts another assignment, because the record at this offset is not above the last one that
+    /// was read. It starts at this record, or at the lowest unsettled offset if that is lower.
     fn restart_truncated(&mut self, offset: i64, next_epoch: u64) -> PartitionAction {
         let expected = self.offsets.end().unwrap_or(offset);
         let unsettled = self.offsets.lowest().filter(|lowest| *lowest < offset);
         let start = unsettled.unwrap_or(offset);
         let mut log = std::mem::take(&mut self.log);
-        log.ids = log.ids.after_truncation(offset, expected);
+        log.position_ids = log.position_ids.after_truncation(offset, expected);
         let gaps = std::mem::take(&mut self.gaps);
         let new_gaps = self.new_gaps;
         let ended = self.restart(next_epoch, StartPosition::Committed(start), log);
@@ -367,14 +379,17 @@ impl Partition {
         PartitionAction::Restart { ended, cause }
     }
 
-    /// Restarts at the beginning of the new topic, after a seek.
+    /// Starts another assignment at the beginning of the new topic. Nothing is read before a seek.
     fn restart_recreated(
         &mut self,
         identity: Option<TopicIdentity>,
         next_epoch: u64,
     ) -> PartitionAction {
-        let ids = PositionIds::RECREATED;
-        let log = LogIdentity { identity, ids };
+        let position_ids = PositionIds::RECREATED;
+        let log = LogIdentity {
+            identity,
+            position_ids,
+        };
         let ended = self.restart(next_epoch, StartPosition::Recreated, log);
         let cause = RestartCause::Recreated;
         self.enter(
@@ -388,8 +403,8 @@ impl Partition {
         std::mem::replace(self, Self::new(epoch, start, log)).epoch
     }
 
-    /// Starts at this offset, so that every offset below it counts as settled. Does nothing after the
-    /// start.
+    /// Sets the start of the assignment to this offset: every offset below it counts as settled.
+    /// Does nothing if the start is set already.
     fn start_at(&mut self, offset: i64) -> PartitionAction {
         if self.offsets.end().is_none() {
             self.offsets.advance_to(offset);
@@ -398,8 +413,8 @@ impl Partition {
         PartitionAction::Nothing
     }
 
-    /// The log was read up to this offset: every message below it was delivered, and the remaining
-    /// offsets are gaps, such as transaction markers.
+    /// Records that librdkafka has read the log up to this offset: every message below it was
+    /// delivered, and the other offsets below it are gaps, such as transaction markers.
     fn advance_to(&mut self, offset: i64) {
         if self.offsets.end().is_none() {
             let expected = self.start.offset().unwrap_or(offset);
@@ -414,8 +429,8 @@ impl Partition {
         self.offsets.advance_to(offset);
     }
 
-    /// Keeps a gap between two offsets: compacted records, transaction markers, or messages that
-    /// expired before they were read.
+    /// Keeps a gap between two offsets until the log start offset shows what it is: compacted
+    /// records or transaction markers, or messages that expired before they were read.
     fn add_gap(&mut self, gap: Range<i64>) {
         self.new_gaps += 1;
         if self.gaps.len() < MAX_GAPS {
@@ -423,7 +438,8 @@ impl Partition {
         }
     }
 
-    /// Warns of the gaps that were found while the log start offset is unknown.
+    /// Returns a warning about the gaps that were found since the last one, while the log start
+    /// offset is unknown.
     fn warn_of_gaps(&mut self) -> PartitionAction {
         match (std::mem::take(&mut self.new_gaps), self.gaps.last()) {
             (count @ 1.., Some(last)) => PartitionAction::WarnOfGaps {
@@ -434,8 +450,8 @@ impl Partition {
         }
     }
 
-    /// Counts the offsets of the gaps that are below the log start offset. If that is above the next
-    /// message, all of the gap counts, so that no loss is unreported.
+    /// Counts the offsets of each gap that are below the log start offset. If the log start offset
+    /// is above a gap, the whole gap counts, so that every loss is reported.
     fn count_expired(&mut self, log_start: i64) -> PartitionAction {
         self.new_gaps = 0;
         let expired = self.gaps.drain(..).filter_map(|gap| {
@@ -450,8 +466,9 @@ impl Partition {
         PartitionAction::CountExpired(expired.collect())
     }
 
-    /// Commits the lowest unsettled offset, or the one after the last. Skips one that was committed before,
-    /// except in the first commit of an assignment and after a failed one.
+    /// Commits the lowest unsettled offset or, if all offsets are settled, the one after the last.
+    /// Skips an offset that was committed before, except in the first commit of an assignment and
+    /// after a failed commit.
     fn commit(&mut self, now: Instant) -> PartitionAction {
         let Some(offset) = self.offsets.committable() else {
             return PartitionAction::Nothing;
@@ -463,12 +480,12 @@ impl Partition {
             self.committable_since = Some((offset, now));
         }
         let mode = match self.next_commit {
-            NextCommit::Immediate => SendMode::Immediate,
-            NextCommit::ImmediateFrom(time) if time <= now => SendMode::Immediate,
+            NextCommit::Immediate => OffsetCommitMode::Immediate,
+            NextCommit::ImmediateFrom(time) if time <= now => OffsetCommitMode::Immediate,
             _ if self.last_commit >= Some(offset) => return PartitionAction::Nothing,
-            _ => SendMode::Stored,
+            _ => OffsetCommitMode::Stored,
         };
-        if mode == SendMode::Immediate {
+        if mode == OffsetCommitMode::Immediate {
             self.next_commit = NextCommit::Stored;
         }
         self.last_commit = Some(offset);
@@ -505,8 +522,8 @@ impl Partition {
         self.offsets.committable().or(self.start.offset())
     }
 
-    /// The lowest unsettled offset, and since when it has blocked commits, as of the last
-    /// [`PartitionEvent::CommitDue`]. One that became the lowest after that has not waited yet.
+    /// The lowest unsettled offset, and since when it has blocked commits; `None` instead of the
+    /// time if there was no [`PartitionEvent::CommitDue`] since it became the lowest.
     pub(crate) fn blocked_by(&self) -> Option<(i64, Option<Instant>)> {
         let lowest = self.offsets.lowest()?;
         let since = self
@@ -520,7 +537,7 @@ impl Partition {
         self.offsets.span()
     }
 
-    /// Where to seek before anything is read; `None` if no seek is needed.
+    /// The offset to seek to before anything is read; `None` if no seek is needed.
     pub(crate) fn pending_seek(&self) -> Option<i64> {
         let target = self.offsets.end().unwrap_or(LOG_START);
         (self.state == AssignmentState::Seeking).then_some(target)

@@ -19,10 +19,11 @@ pub(crate) use client_config::SessionTimeout;
 pub use security::KafkaLogin;
 use security::Security;
 
-/// After how long without progress, while its log grows, a partition counts as stalled, by default.
+/// The default of [`Kafka::stalled_after`].
 const STALLED_AFTER: Duration = Duration::from_secs(60);
-/// How long a revocation waits for unsettled deliveries, by default.
+/// The default of [`Kafka::drain_on_revoke`].
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Describes a Kafka source: a member of a consumer group that reads one or several topics.
 ///
 /// ```
@@ -59,11 +60,12 @@ pub struct Kafka {
 
 /// The protocol with which a member joins its consumer group and receives its partitions.
 ///
-/// Stop all members of a group before you change its protocol. In a rolling restart Kafka 4.3 refuses
-/// members of the other protocol as long as several classic ones use `cooperative-sticky`
-/// (KAFKA-18134): they wait. With the property `partition.assignment.strategy` set to `range` they are
-/// admitted. In a rolling restart a partition may be assigned to two members: nothing is lost and ids
-/// are handled once, but without order.
+/// Stop all members of a group before you change its protocol. In a rolling restart, Kafka 4.3
+/// refuses members with `Consumer` as long as several members with `Classic` use
+/// `cooperative-sticky` (KAFKA-18134), so the new members wait. If the classic members have the
+/// property `partition.assignment.strategy` set to `range`, Kafka admits the new members. But it
+/// may then assign a partition to two members: no message is lost and ids are handled once, but out
+/// of order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GroupProtocol {
@@ -87,37 +89,37 @@ pub enum StartAt {
     /// At the earliest message in the log.
     #[default]
     Earliest,
-    /// The consumer ends with an error until an operator sets the group's offsets. It also does so if
-    /// the committed offset is [out of range](OutOfRange), whatever that policy is. A partition that
-    /// was added to a topic which the group already reads is always read from its beginning, because
-    /// none of its messages was read.
+    /// At no offset: the consumer ends with an error until an operator sets the group's offsets. It
+    /// also ends if the committed offset is out of range, even with [`OutOfRange::Earliest`]. A
+    /// partition that was added to a topic which the group already reads is always read from its
+    /// beginning, because none of its messages was read.
     Error,
 }
 
-/// The policy for a committed offset that is not in the log: messages expired before they were read,
-/// the topic was recreated, or the log was truncated.
+/// The policy for a committed offset that is not in the log: messages expired before they were
+/// read, the topic was recreated, or the log was truncated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OutOfRange {
-    /// Continues at the earliest message in the log. The expired messages are counted
-    /// (`oncegate_kafka_messages_expired_total`, `oncegate_kafka_logs_truncated_total`) and logged as an
-    /// error with their offsets.
+    /// Continues at the earliest message in the log. Expired messages and truncated logs are
+    /// counted (`oncegate_kafka_messages_expired_total`, `oncegate_kafka_logs_truncated_total`) and
+    /// logged as errors with the offsets.
     #[default]
     Earliest,
-    /// The consumer ends with an error that names the offset. It also does so if the topic's id
-    /// differs from that of the committed offset and no cluster id shows whether the topic is a
-    /// replica, for which the offset would be kept.
+    /// The consumer ends with an error that names the offset. It also ends if the committed offset
+    /// has another topic id and no cluster id shows whether the topic was recreated or is a
+    /// replica. (With `Earliest`, it continues at the committed offset then.)
     Error,
 }
 
-/// Whether missing dead-letter and in-doubt topics are created.
+/// Whether opening the source creates missing dead-letter and in-doubt topics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TopicCreation {
-    /// Opening the source fails if a topic is missing.
+    /// It does not, and fails if a topic is missing.
     #[default]
     Never,
-    /// Creates a missing topic that retains messages without limit (`retention.ms=-1`,
+    /// It creates a missing topic, with unlimited retention (`retention.ms=-1`,
     /// `retention.bytes=-1`, `cleanup.policy=delete`).
     Create {
         /// Partitions of the new topic, at least 1.
@@ -137,7 +139,7 @@ pub(crate) enum Retention {
     Any,
 }
 
-/// The topics of rejected deliveries.
+/// The topics to which rejected deliveries are published; `None` means the default name.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Destinations {
     dead_letters: Option<String>,
@@ -231,8 +233,8 @@ impl Kafka {
         self
     }
 
-    /// The policy for a committed offset that is not in the log. By default reading continues at the
-    /// earliest message, and the expired messages are counted and logged.
+    /// The policy for a committed offset that is not in the log. By default reading continues at
+    /// the earliest message, and the expired messages are counted and logged.
     pub fn out_of_range(mut self, policy: OutOfRange) -> Self {
         self.out_of_range = policy;
         self
@@ -246,7 +248,7 @@ impl Kafka {
 
     /// Accepts dead-letter and in-doubt topics with limited retention (time, size or compaction). A
     /// message that is not inspected before it expires is lost. Without this setting, opening the
-    /// source rejects such topics, if it may read their configuration.
+    /// source rejects such topics, provided that it has the right to read their configuration.
     pub fn accept_limited_retention(mut self) -> Self {
         self.retention = Retention::Any;
         self
@@ -260,8 +262,8 @@ impl Kafka {
     }
 
     /// How long a rebalance waits for in-flight deliveries before their partition is revoked; 10 s
-    /// by default, and never more than a third of `max.poll.interval.ms`. Deliveries that are not
-    /// settled by then are redelivered to another member.
+    /// by default, and at most a third of `max.poll.interval.ms`. Deliveries that are not settled
+    /// by then are redelivered to another member.
     pub fn drain_on_revoke(mut self, bound: Duration) -> Self {
         self.drain_timeout = bound;
         self
@@ -269,8 +271,8 @@ impl Kafka {
 
     /// How long a partition may make no progress, while its log grows and everything that the Kafka
     /// client fetches is read, before the client is replaced; 60 s by default, at least 1 s.
-    /// Unsettled deliveries are redelivered. Each replacement that does not help doubles the time
-    /// for the next one, up to 64 times.
+    /// Unsettled deliveries are redelivered. Each replacement after which the partition makes no
+    /// progress doubles this time for that partition, up to 64 times the setting.
     pub fn stalled_after(mut self, bound: Duration) -> Self {
         self.stalled_after = bound;
         self
@@ -345,7 +347,7 @@ impl Kafka {
 }
 
 impl fmt::Debug for Kafka {
-    /// Shows properties by name only: their values may be secrets.
+    /// Shows only the names of properties: their values may be secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Kafka")
             .field("topics", &self.topics)

@@ -1,9 +1,10 @@
 //! The state that the polling thread and the consumer share: assigned partitions, records that were
-//! read, deliveries that were handed out, and rejected ones.
+//! read, deliveries that were handed out, and rejected deliveries.
 //!
 //! All state is behind one lock, without atomics or cells, so no thread sees half of a change. Only
-//! the order of calls varies: `model_tests` draws random orders, and `shuttle_tests` runs the threads
-//! in many schedules. [`Partition`] decides what follows from an event; this module performs it.
+//! the order of calls varies: `model_tests` calls in random orders, and `shuttle_tests` runs the
+//! threads in many schedules. [`Partition`] returns the action that follows from an event; this
+//! module performs the action.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,8 +16,8 @@ use tokio::sync::Notify;
 
 use crate::client::batch::ConsumerRecord;
 use crate::partition::{
-    LogIdentity, Partition, PartitionAction, PartitionEvent, RestartCause, SendMode, StartPosition,
-    TopicIdentity,
+    LogIdentity, OffsetCommitMode, Partition, PartitionAction, PartitionEvent, RestartCause,
+    StartPosition, TopicIdentity,
 };
 
 mod capacity;
@@ -37,23 +38,22 @@ pub(crate) use settlement::{RejectedDelivery, count_if_stale};
 /// The pause before a failed commit is repeated.
 const COMMIT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
-/// The state behind one lock, and the wake-ups of both threads.
+/// The state behind one lock, and the wake-ups of the polling thread and the consumer.
 #[derive(Default)]
 pub(crate) struct SharedState<M = StdLock> {
-    /// Its condition variable wakes the polling thread after each settlement, and after deliveries
-    /// were handed out.
+    /// The lock. Its condition variable wakes the polling thread, for example after a settlement.
     state_lock: M,
     /// Wakes the consumer.
     consumer_wakeup: Notify,
 }
 
-/// The phase of the source's life.
+/// The phase of the source. Phases only advance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum SourcePhase {
     /// Hands out deliveries.
     #[default]
     Running,
-    /// Hands out no new deliveries; settlements still count.
+    /// Hands out no deliveries; settlements still count.
     Stopped,
     /// Leaves the group.
     Closing,
@@ -69,7 +69,7 @@ pub(crate) struct SourceState {
     /// Assignment epochs whose revocation is to be reported to the consumer.
     revoked: Vec<u64>,
     deliveries: DeliveryBuffer,
-    /// How full the consumer's queue is.
+    /// Whether the consumer's queue of waiting deliveries is at least half full.
     queue_level: QueueLevel,
     pub(crate) client: ClientHealth,
     phase: SourcePhase,
@@ -78,17 +78,17 @@ pub(crate) struct SourceState {
     /// How many offsets expired before they were read.
     expired: u64,
     /// Whether the polling thread was woken since its last wait.
-    has_changed: bool,
+    is_poller_woken: bool,
 }
 
-/// An assigned partition, and what is reported of it.
+/// An assigned partition, and what its status and log lines need.
 struct AssignedPartition {
     topic: Arc<str>,
     number: i32,
     partition: Partition,
     /// The log end that the broker returned last.
     log_end: Option<i64>,
-    /// Whether the line about repeated ids was logged for this assignment.
+    /// Whether this assignment has logged that message ids repeat.
     is_repetition_logged: bool,
     gap_log: GapLog,
 }
@@ -105,7 +105,7 @@ impl AssignedPartition {
         }
     }
 
-    fn is(&self, topic: &str, number: i32) -> bool {
+    fn is_partition(&self, topic: &str, number: i32) -> bool {
         self.number == number && *self.topic == *topic
     }
 }
@@ -116,17 +116,19 @@ pub(crate) struct OffsetCommit {
     pub(crate) topic: Arc<str>,
     pub(crate) partition: i32,
     pub(crate) offset: i64,
-    pub(crate) mode: SendMode,
-    /// The topic that the offset belongs to, if it is known: the metadata of the commit.
+    pub(crate) mode: OffsetCommitMode,
+    /// The topic that the offset belongs to, if it is known. It is committed as the offset's
+    /// metadata.
     pub(crate) identity: Option<TopicIdentity>,
 }
 
 /// Whether the partitions still belong to this member when they are revoked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RevocationKind {
-    /// Yes: no other member is assigned them before the revocation ends.
+    /// They do: no other member is assigned them before the revocation ends.
     Revoked,
-    /// No: another member may be assigned them already, and a commit would overwrite its offsets.
+    /// They do not: another member may be assigned them already, and a commit would overwrite its
+    /// offsets.
     Lost,
 }
 
@@ -135,19 +137,19 @@ impl<M: StateLock> SharedState<M> {
         self.state_lock.lock()
     }
 
-    /// Waits on the polling thread until it is woken, or for `limit`. Returns at once if it was woken
-    /// since the last wait.
+    /// Blocks the polling thread until it is woken, at most for `limit`. Returns at once if it was
+    /// woken since the last wait.
     pub(crate) fn wait(&self, limit: Duration) {
         let mut state = self.lock();
-        if !state.has_changed {
+        if !state.is_poller_woken {
             state = self.state_lock.wait(state, limit);
         }
-        state.has_changed = false;
+        state.is_poller_woken = false;
     }
 
     /// Wakes the polling thread. If it is not waiting, its next wait returns at once.
     pub(crate) fn wake_poller(&self) {
-        self.lock().has_changed = true;
+        self.lock().is_poller_woken = true;
         self.state_lock.notify();
     }
 
@@ -155,13 +157,14 @@ impl<M: StateLock> SharedState<M> {
         self.consumer_wakeup.notify_one();
     }
 
-    /// Waits on the consumer's side until it is woken. Cancel-safe; returns at once if it was woken
-    /// since the last wait.
+    /// Waits until the consumer is woken. Cancel-safe. Returns at once if it was woken since the
+    /// last wait.
     pub(crate) async fn wait_for_wakeup(&self) {
         self.consumer_wakeup.notified().await;
     }
 
-    /// Enters a phase. Does not return to an earlier one.
+    /// Enters a phase, unless the source is in a later one, and wakes the polling thread and the
+    /// consumer.
     pub(crate) fn enter(&self, phase: SourcePhase) {
         let mut state = self.lock();
         state.phase = state.phase.max(phase);
@@ -170,20 +173,20 @@ impl<M: StateLock> SharedState<M> {
         self.wake_consumer();
     }
 
-    /// The consumer's queue has reached this level.
+    /// Records the level of the consumer's queue.
     pub(crate) fn set_queue_level(&self, level: QueueLevel) {
         self.lock().queue_level = level;
         self.wake_poller();
     }
 
-    /// Ends the source with an error. The first error is kept.
+    /// Ends the source with an error. If called again, keeps the first error.
     pub(crate) fn fail(&self, error: SourceError) {
         self.lock().error.get_or_insert(error);
         self.wake_consumer();
     }
 
-    /// Adds records that were read. Returns the partitions that continue at a lower offset, so that
-    /// librdkafka's position is wrong.
+    /// Adds records that were read. Returns the partitions whose log was truncated and that
+    /// continue at a lower offset: librdkafka's position in them is wrong.
     pub(crate) fn add_records(&self, records: Vec<ConsumerRecord>) -> Vec<(Arc<str>, i32)> {
         if records.is_empty() {
             return Vec::new();
@@ -193,9 +196,10 @@ impl<M: StateLock> SharedState<M> {
         restarted
     }
 
-    /// Restarts a recreated topic: ends its assignments and starts new ones, to which no records are
-    /// added before librdkafka has sought to the beginning. Partitions that were assigned after the
-    /// topic was recreated have started there. Returns the number of partitions.
+    /// Restarts a recreated topic: ends its assignments and starts new ones, to which no records
+    /// are added before librdkafka has sought to the beginning. Partitions that were assigned after
+    /// the topic was recreated have started at the beginning and do not restart. Returns the number
+    /// of restarted partitions.
     pub(crate) fn restart_topic(&self, topic: &str, identity: Option<TopicIdentity>) -> usize {
         let partitions = self.lock().restart_topic(topic, identity);
         self.wake_consumer();
@@ -219,8 +223,8 @@ impl<M: StateLock> SharedState<M> {
     }
 
     /// Ends assignments: waits for deliveries with `drain`, stores the offsets with `store`, and
-    /// removes the assignments. Both are skipped for lost partitions. Returns the number of unsettled
-    /// deliveries.
+    /// removes the assignments. Lost partitions are only removed. Returns the number of deliveries
+    /// that are still unsettled.
     pub(crate) fn end_assignments(
         &self,
         partitions: &[(String, i32)],
@@ -235,7 +239,7 @@ impl<M: StateLock> SharedState<M> {
         }
         let mut state = self.lock();
         let unsettled = state.handed_out(&epochs);
-        state.forget(&epochs);
+        state.remove_assignments(&epochs);
         unsettled
     }
 }
@@ -254,12 +258,13 @@ impl SourceState {
         self.expired
     }
 
-    /// How many dead letters are not confirmed yet.
-    pub(crate) fn publishing(&self) -> usize {
+    /// How many dead letters the brokers have not confirmed yet.
+    pub(crate) fn unconfirmed_count(&self) -> usize {
         self.deliveries.unconfirmed.total().count
     }
 
-    /// A partition was assigned to this member. An earlier assignment of it ends.
+    /// Adds the assignment of a partition to this member, and returns its epoch. An earlier
+    /// assignment of the partition ends.
     pub(crate) fn assign(
         &mut self,
         topic: &str,
@@ -269,7 +274,7 @@ impl SourceState {
     ) -> u64 {
         if let Some(epoch) = self.epoch_of(topic, partition) {
             self.apply_to(epoch, PartitionEvent::Revoked);
-            self.forget(&[epoch]);
+            self.remove_assignments(&[epoch]);
         }
         self.last_epoch += 1;
         let assigned = Partition::new(self.last_epoch, start, log);
@@ -280,7 +285,7 @@ impl SourceState {
         self.last_epoch
     }
 
-    /// Applies an event to a partition, if it is assigned.
+    /// Applies an event to a partition. Does nothing if the partition is not assigned.
     pub(crate) fn apply(
         &mut self,
         topic: &str,
@@ -299,9 +304,9 @@ impl SourceState {
         };
         let action = assigned.partition.apply(event);
         match &action {
-            PartitionAction::DropQueued => self.withdraw(epoch),
+            PartitionAction::DropQueued => self.drop_queued(epoch),
             PartitionAction::Restart { ended, .. } => {
-                self.withdraw(*ended);
+                self.drop_queued(*ended);
                 if let Some(it) = self.assigned.remove(&epoch) {
                     self.last_epoch = it.partition.epoch();
                     let restarted = AssignedPartition::new(it.topic, it.number, it.partition);
@@ -314,22 +319,22 @@ impl SourceState {
     }
 
     /// Drops the deliveries of an assignment that were not handed out, and reports its revocation.
-    fn withdraw(&mut self, epoch: u64) {
+    fn drop_queued(&mut self, epoch: u64) {
         self.deliveries.drop_all_of(epoch);
         self.revoked.push(epoch);
     }
 
-    /// Ends these assignments: settlements of them are stale from now on.
-    pub(crate) fn forget(&mut self, epochs: &[u64]) {
+    /// Removes these assignments. Settlements of their deliveries are stale from now on.
+    pub(crate) fn remove_assignments(&mut self, epochs: &[u64]) {
         for epoch in epochs {
             self.assigned.remove(epoch);
         }
     }
 
-    /// The epoch of the partition's assignment.
+    /// The epoch of the partition's assignment; `None` if it is not assigned.
     fn epoch_of(&self, topic: &str, partition: i32) -> Option<u64> {
         let mut all = self.assigned.iter();
-        all.find(|(_, it)| it.is(topic, partition))
+        all.find(|(_, it)| it.is_partition(topic, partition))
             .map(|(epoch, _)| *epoch)
     }
 
@@ -351,7 +356,7 @@ impl SourceState {
                 }
                 _ => match self.epoch_of(&record.topic, record.partition) {
                     Some(epoch) => epoch,
-                    // Not assigned any more: the next owner of the partition reads the record.
+                    // The partition is not assigned any more: its next owner reads the record.
                     None => continue,
                 },
             };
@@ -381,9 +386,9 @@ impl SourceState {
         restarted
     }
 
-    /// Hands out revocations, releases and records within the limit, but none of
-    /// [crowded](Self::crowded) assignments; a limit of 0 returns revocations only. Deliveries with a body larger than `body_limit` go to `oversize`, to be
-    /// rejected.
+    /// Appends all revocations to `into`, and then deliveries within the limit, except those of
+    /// assignments [above the mean](Self::above_mean). A limit of 0 appends only revocations.
+    /// Deliveries with a body larger than `body_limit` go to `oversize` instead, to be rejected.
     pub(crate) fn hand_out(
         &mut self,
         limit: Limit,
@@ -396,8 +401,8 @@ impl SourceState {
             return;
         }
         let mut bytes = 0_usize;
-        let held_back = self.crowded();
-        self.deliveries.hold_back_only(&held_back);
+        let held_back = self.above_mean();
+        self.deliveries.make_ready_all_except(&held_back);
         for count in 0..limit.count {
             // The first delivery may exceed the limit.
             let max_bytes = if count == 0 {
@@ -419,7 +424,7 @@ impl SourceState {
         }
     }
 
-    /// Settles a delivery. False if its assignment has ended.
+    /// Settles a delivery. Returns false, and does nothing, if its assignment has ended.
     pub(crate) fn accept(&mut self, receipt: &Receipt) -> bool {
         let Some(assigned) = self.assigned.get_mut(&receipt.epoch) else {
             return false;
@@ -430,8 +435,8 @@ impl SourceState {
         true
     }
 
-    /// Takes a delivery back to hand it out again, unless its partition is being revoked. False if its
-    /// assignment has ended.
+    /// Takes a delivery back. It is handed out again, unless its partition is being revoked.
+    /// Returns false, and drops the delivery, if its assignment has ended.
     pub(crate) fn release(&mut self, delivery: Delivery) -> bool {
         let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else {
             return false;
@@ -442,7 +447,8 @@ impl SourceState {
         true
     }
 
-    /// Counts a dead letter of this delivery as being published. False if its assignment has ended.
+    /// Counts the dead letter of this delivery as unconfirmed. Returns false, and does nothing, if
+    /// its assignment has ended.
     pub(crate) fn reject(&mut self, delivery: &Delivery) -> bool {
         let is_assigned = self.assigned.contains_key(&delivery.receipt.epoch);
         if is_assigned {
@@ -451,13 +457,14 @@ impl SourceState {
         is_assigned
     }
 
-    /// Settles a delivery whose dead letter is confirmed. False if its assignment has ended.
-    pub(crate) fn published(&mut self, delivery: &Delivery) -> bool {
+    /// Settles a delivery whose dead letter is confirmed. Returns false if its assignment has
+    /// ended.
+    pub(crate) fn dead_letter_confirmed(&mut self, delivery: &Delivery) -> bool {
         self.deliveries.unconfirmed.remove(delivery);
         self.accept(&delivery.receipt)
     }
 
-    /// Takes the offsets to commit that were not returned before.
+    /// Returns the offsets to commit, without those that an earlier call has returned.
     pub(crate) fn commits(&mut self) -> Vec<OffsetCommit> {
         let now = Instant::now();
         let commit = |it: &mut AssignedPartition| {
@@ -476,8 +483,8 @@ impl SourceState {
         self.assigned.values_mut().filter_map(commit).collect()
     }
 
-    /// A commit of this partition failed. It is repeated after [`COMMIT_RETRY_PAUSE`].
-    pub(crate) fn commit_again(&mut self, topic: &str, partition: i32) {
+    /// Repeats a failed commit of this partition after [`COMMIT_RETRY_PAUSE`].
+    pub(crate) fn retry_commit(&mut self, topic: &str, partition: i32) {
         let retry_at = Instant::now() + COMMIT_RETRY_PAUSE;
         self.apply(topic, partition, PartitionEvent::CommitFailed { retry_at });
     }
@@ -502,7 +509,7 @@ impl SourceState {
             .any(|it| *it.topic == *topic && it.partition.is_outdated(current))
     }
 
-    /// Topic, partition and offset of each seek that must succeed before the partition is read.
+    /// Topic, partition and target offset of each seek without which the partition is not read.
     pub(crate) fn pending_seeks(&self) -> Vec<(Arc<str>, i32, i64)> {
         let seek = |it: &AssignedPartition| {
             Some((it.topic.clone(), it.number, it.partition.pending_seek()?))
@@ -519,7 +526,7 @@ fn report_truncation(record: &ConsumerRecord, expected: i64) {
         partition = record.partition,
         expected,
         offset = record.offset,
-        "log truncated: it ends below the expected offset, because the topic was recreated or the log lost its end; reading again from this offset, or from the first unsettled message below it; check the brokers' logs for an unclean leader election, and with IdSource::position(), give the consumer another .scope(…)"
+        "log truncated: it ends below the expected offset, because the topic was recreated or the log lost its end; reading continues at `offset`, or at the lowest unsettled offset below it; check the brokers' logs for an unclean leader election, and with IdSource::position(), give the consumer another .scope(…)"
     );
 }
 

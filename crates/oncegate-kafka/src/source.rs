@@ -1,5 +1,5 @@
-//! The source: connecting, and `receive`, `settle` and `close` over the state that the polling thread
-//! shares.
+//! `KafkaSource`: connects, and implements `receive`, `settle` and `close` on the state that it
+//! shares with the polling thread.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,7 +21,8 @@ use crate::shared::{RejectedDelivery, SharedState, SourcePhase, count_if_stale};
 
 /// The first and the longest pause before a dead letter is published again.
 const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
-/// The part of the time for `close` that is reserved for leaving the group.
+/// The last part of the time for `close`, in which the source does not wait for dead letters but
+/// commits and leaves the group.
 const LEAVE_TIME: Duration = Duration::from_millis(500);
 
 /// A member of a consumer group. Opened from [`Kafka`].
@@ -103,8 +104,8 @@ fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), S
 }
 
 impl KafkaSource {
-    /// Takes the deliveries that are ready, without waiting. Returns those with a body above the
-    /// limit.
+    /// Appends the deliveries that are ready to `into`, without waiting. Returns the deliveries
+    /// whose body exceeds `body_limit`.
     fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<Vec<Delivery>, SourceError> {
         let mut state = self.shared.lock();
         if let Some(error) = state.take_error() {
@@ -139,7 +140,8 @@ impl KafkaSource {
         });
     }
 
-    /// Publishes a rejected delivery until it is confirmed, then settles it.
+    /// Starts a task that publishes a rejected delivery, again until it is confirmed, and then
+    /// settles it.
     fn publish(&self, rejected: RejectedDelivery) {
         let (shared, dead_letters) = (self.shared.clone(), self.dead_letters.clone());
         let mut dead_letter = dead_letters.prepare(rejected);
@@ -159,7 +161,7 @@ impl KafkaSource {
             let reason = rejected.reason.as_str();
             metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason).increment(1);
             fault::point("kafka.dead-letter.confirmed");
-            let is_assigned = shared.lock().published(&rejected.delivery);
+            let is_assigned = shared.lock().dead_letter_confirmed(&rejected.delivery);
             fault::point("kafka.dead-letter.settled");
             count_if_stale(is_assigned);
             shared.wake_poller();
@@ -167,7 +169,7 @@ impl KafkaSource {
         });
     }
 
-    /// Whether the condition was met before the deadline.
+    /// Waits until the condition is met; false if that is not the case at the deadline.
     async fn wait_until(
         &self,
         deadline: Instant,
@@ -200,7 +202,7 @@ impl Source for KafkaSource {
                 self.shared.wake_poller();
                 return Ok(());
             }
-            // Deliveries behind rejected ones may be ready.
+            // If deliveries were rejected, others that were queued behind them may be ready.
             if !has_oversize {
                 self.shared.wait_for_wakeup().await;
             }
@@ -230,7 +232,7 @@ impl Source for KafkaSource {
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
         self.shared.enter(SourcePhase::Stopped);
         let publish_until = deadline.checked_sub(LEAVE_TIME).unwrap_or(deadline);
-        let all_published = |shared: &SharedState| shared.lock().publishing() == 0;
+        let all_published = |shared: &SharedState| shared.lock().unconfirmed_count() == 0;
         let is_published = self.wait_until(publish_until, all_published).await;
         self.shared.enter(SourcePhase::Closing);
         let has_ended = |shared: &SharedState| shared.lock().phase() == SourcePhase::Ended;

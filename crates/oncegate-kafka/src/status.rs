@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crate::shared::SharedState;
 
-/// The status of a Kafka source: the position, the lag and the blocker of each partition. Clones
-/// share it.
+/// The status of a Kafka source: for each partition, the offset to commit next, the lag, and the
+/// message that blocks commits. Clones share the status.
 ///
 /// ```
 /// use oncegate_kafka::{Kafka, KafkaStatus};
@@ -28,28 +28,29 @@ impl KafkaStatus {
         Self::default()
     }
 
-    /// The partitions that are assigned to this member, in order; none before the source is open
-    /// and after its end.
+    /// The partitions that are assigned to this member, sorted by topic and number; none before the
+    /// source is open and after its end.
     pub fn partitions(&self) -> Vec<PartitionStatus> {
         self.shared()
             .map(|shared| shared.lock().status())
             .unwrap_or_default()
     }
 
-    /// How often the Kafka client was replaced because it stalled, did not reach its group
-    /// coordinator or had a fatal error.
+    /// How many times the Kafka client was replaced because it stalled, did not reach its group
+    /// coordinator, had a fatal error, or read a topic that moved to another cluster.
     pub fn clients_replaced(&self) -> u64 {
         self.shared()
             .map_or(0, |shared| shared.lock().client.replacements())
     }
 
-    /// How many messages expired before the group read them, since the source was opened. Counted
-    /// by offsets, so that compacted records and transaction markers among them count too.
+    /// How many offsets expired before the group read them, since the source was opened. Compacted
+    /// records and transaction markers among them count as well.
     pub fn messages_expired(&self) -> u64 {
         self.shared().map_or(0, |shared| shared.lock().expired())
     }
 
-    /// Connects the status to this source. A status that is passed to two sources keeps the first.
+    /// Connects the status to this source. A status that is passed to two sources shows the first
+    /// one.
     pub(crate) fn attach(&self, shared: &Arc<SharedState>) {
         let _ = self.0.set(Arc::downgrade(shared));
     }
@@ -78,11 +79,12 @@ pub struct PartitionStatus {
     /// The offset to commit next: every offset below it is settled. `None` while the group's offset
     /// is unknown.
     pub committable: Option<i64>,
-    /// The last stable offset, as polled from the broker every few seconds.
+    /// The last stable offset. It is fetched every ten seconds, or more often if
+    /// [`stalled_after`](crate::Kafka::stalled_after) is below 40 s; `None` until then.
     pub log_end: Option<i64>,
-    /// The number of offsets between `committable` and `log_end`.
+    /// The number of offsets between `committable` and `log_end`; `None` until both are known.
     pub lag: Option<u64>,
-    /// Deliveries that the consumer has not settled yet.
+    /// The number of deliveries that the consumer has received and that are not settled yet.
     pub handed_out: usize,
     /// The message that blocks commits; `None` if everything that was read is settled.
     pub blocker: Option<Blocker>,
@@ -92,7 +94,7 @@ pub struct PartitionStatus {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Blocker {
-    /// The offset. `kcat -C -t <topic> -p <partition> -o <offset> -c 1 -J` shows the message with
+    /// Its offset. `kcat -C -t <topic> -p <partition> -o <offset> -c 1 -J` shows the message with
     /// its id.
     pub offset: i64,
     /// For how long it has blocked commits.
@@ -107,10 +109,11 @@ pub struct Blocker {
 pub enum BlockedBy {
     /// It was read, and the consumer has not taken it yet.
     Queue,
-    /// The consumer has it: it waits for its key, its claim, its handler or its next attempt.
+    /// The consumer has it: it waits for other messages of its key, for its claim, for its handler
+    /// or for its next attempt.
     Consumer,
-    /// It was rejected, and its dead letter or in-doubt message is not confirmed yet. The log names
-    /// the topic and the error if it cannot be published.
+    /// It was rejected, and the broker has not confirmed its dead letter or in-doubt message yet.
+    /// If that cannot be published, the log names the topic and the error.
     DeadLetter,
 }
 

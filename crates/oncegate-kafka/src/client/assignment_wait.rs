@@ -1,5 +1,6 @@
 //! Logs that this member waits for partitions. After a crash the group coordinator waits for the
-//! session timeout of the crashed member, and a restarted consumer would log nothing meanwhile.
+//! session timeout of the crashed member, and without this module a restarted consumer would log
+//! nothing until then.
 
 use std::time::{Duration, Instant};
 
@@ -8,9 +9,11 @@ use oncegate_core::LogThrottle;
 use crate::settings::{GroupProtocol, Kafka, SessionTimeout};
 use crate::shared::SourceState;
 
-/// How long an assignment may take before the wait is logged. A healthy group takes less.
+/// How long an assignment may take before the wait is logged. It takes less time in a group without
+/// problems.
 const LOG_AFTER: Duration = Duration::from_secs(5);
-/// How often a lasting wait is logged. It is normal in a group with more members than partitions.
+/// How often a wait that continues is logged. In a group with more members than partitions, some
+/// members always wait.
 const LOG_INTERVAL: Duration = Duration::from_secs(600);
 
 /// Measures how long this member of the group has had no partition.
@@ -19,14 +22,15 @@ pub(crate) struct AssignmentWait {
     topics: Vec<String>,
     session_timeout: SessionTimeout,
     group_protocol: GroupProtocol,
-    /// Since when the client reaches its group coordinator and has no partition.
+    /// Since when the client has reached its group coordinator without having a partition.
     since: Option<Instant>,
     throttle: LogThrottle,
     /// Whether this wait was logged.
     is_logged: bool,
 }
 
-/// Why a member of this protocol may wait, too. librdkafka 2.12.1 reports neither as an error.
+/// Further causes of a wait with this group protocol, for the log line. librdkafka 2.12.1 reports
+/// none of them as an error.
 fn further_cause(protocol: GroupProtocol) -> &'static str {
     match protocol {
         GroupProtocol::Classic => "",
@@ -36,7 +40,7 @@ fn further_cause(protocol: GroupProtocol) -> &'static str {
     }
 }
 
-/// A line to log.
+/// A log line about the wait.
 #[derive(Debug, PartialEq, Eq)]
 enum WaitLine {
     /// No partition has been assigned for this long.
@@ -63,7 +67,7 @@ impl AssignmentWait {
         let assigned = state.partitions().len();
         let line = self.line(
             assigned,
-            state.client.without_group_since().is_none(),
+            state.client.without_coordinator_since().is_none(),
             Instant::now(),
         );
         let Self {
@@ -95,10 +99,15 @@ impl AssignmentWait {
         }
     }
 
-    /// The line that is due; none while the client does not reach its group coordinator, which `watch`
-    /// logs.
-    fn line(&mut self, assigned: usize, is_with_group: bool, now: Instant) -> Option<WaitLine> {
-        if assigned == 0 && is_with_group {
+    /// The line that is due. None while the client does not reach its group coordinator: `watch`
+    /// logs that.
+    fn line(
+        &mut self,
+        assigned: usize,
+        reaches_coordinator: bool,
+        now: Instant,
+    ) -> Option<WaitLine> {
+        if assigned == 0 && reaches_coordinator {
             let waited = now.duration_since(*self.since.get_or_insert(now));
             if waited < LOG_AFTER || self.throttle.due(now).is_none() {
                 return None;
@@ -122,10 +131,10 @@ mod tests {
             AssignmentWait::new(&Kafka::topic("t").group("g")),
             Instant::now(),
         );
-        let mut line = |assigned, is_with_group, second| {
+        let mut line = |assigned, reaches_coordinator, second| {
             wait.line(
                 assigned,
-                is_with_group,
+                reaches_coordinator,
                 started + Duration::from_secs(second),
             )
         };

@@ -1,17 +1,19 @@
 //! Reads messages in batches: the only module of oncegate with `unsafe` code.
 //!
-//! The safe wrapper (rdkafka) reads one message at a time, at the cost of an event and two reference
-//! counts each. A message that is read in a batch from a separate queue costs a copy of its bytes.
+//! The safe wrapper (rdkafka) reads one message at a time, and creates an event and changes two
+//! reference counts for each. Here, several messages are read at once from a separate queue, and
+//! only their bytes are copied.
 //!
 //! # Workarounds
-//! - *Symptom:* an error code of the broker that the enum of the bindings lacks is undefined behavior.
-//!   *Version:* rdkafka-sys 4.10.0. *Workaround:* invariant 6. *Upstream:* fede1024/rust-rdkafka#127
-//!   (open). *Test:* `an_error_code_that_the_bindings_do_not_have_is_unknown`. *May be removed* when
-//!   the bindings have integers instead of the enum.
+//! - *Symptom:* an error code of the broker that the enum of the bindings lacks is undefined
+//!   behavior. *Version:* rdkafka-sys 4.10.0. *Workaround:* invariant 6. *Upstream:*
+//!   fede1024/rust-rdkafka#127 (open). *Test:*
+//!   `an_error_code_that_the_bindings_do_not_have_is_unknown`. *May be removed* when the bindings
+//!   have integers instead of the enum.
 //! - *Symptom:* rdkafka adds log lines to the main queue, where they delay rebalances. *Version:*
-//!   rdkafka 0.39.0. *Workaround:* invariant 5. *Upstream:* `docs/upstream/rust-rdkafka-log-queue.md`.
-//!   *Test:* `log_lines_do_not_delay_rebalances` in `start_position`. *May be removed* when the
-//!   queue of the log can be chosen.
+//!   rdkafka 0.39.0. *Workaround:* invariant 5. *Upstream:*
+//!   `docs/upstream/rust-rdkafka-log-queue.md`. *Test:* `log_lines_do_not_delay_rebalances` in
+//!   `start_position`. *May be removed* when the queue of the log can be chosen.
 //!
 //! # Invariants
 //! 1. A [`MessageQueue`] holds its consumer, so the client outlives the queue, as
@@ -47,7 +49,8 @@ use super::lock;
 /// Maximum number of messages per read.
 pub(crate) const MAX_BATCH: usize = 256;
 
-/// Maximum number of librdkafka's log lines that one call forwards, so that it ends.
+/// Maximum number of log lines that one call of [`MessageQueue::forward_log`] forwards, so that the
+/// call ends even if librdkafka writes lines faster than they are forwarded.
 const MAX_LOG_LINES: usize = 10_000;
 
 /// The bytes of messages are copied into shared blocks of at most this size. A larger message has a
@@ -57,11 +60,11 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// The message queue: librdkafka's queues of the assigned partitions are forwarded to it.
 pub(crate) struct MessageQueue<C: ConsumerContext + 'static> {
     native: NonNull<native::rd_kafka_queue_t>,
-    /// The queue of librdkafka's log.
+    /// The queue of librdkafka's log lines.
     log_queue: NonNull<native::rd_kafka_queue_t>,
     consumer: Arc<BaseConsumer<C>>,
-    /// Partitions whose queues are not forwarded to this one, because they are full.
-    held_back: Mutex<Vec<(Arc<str>, i32)>>,
+    /// The full partitions, whose own queues are not forwarded to this queue.
+    unforwarded: Mutex<Vec<(Arc<str>, i32)>>,
 }
 
 // SAFETY: invariant 2; the consumer is `Send` and `Sync` by itself.
@@ -72,7 +75,7 @@ unsafe impl<C: ConsumerContext + 'static> Sync for MessageQueue<C> {}
 /// The result of one read.
 #[derive(Debug, Default)]
 pub(crate) struct RecordBatch {
-    /// The messages, in the order of their partitions.
+    /// The messages. Those of one partition are in order.
     pub(crate) records: Vec<ConsumerRecord>,
     /// Errors of partitions.
     pub(crate) errors: Vec<PartitionError>,
@@ -115,7 +118,7 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
             native: NonNull::new(queue)?,
             log_queue: NonNull::new(log_queue)?,
             consumer: consumer.clone(),
-            held_back: Mutex::default(),
+            unforwarded: Mutex::default(),
         };
         // SAFETY: client and queue live. The only possible error is that log lines are not queued,
         // and the wrapper sets `log.queue`.
@@ -123,8 +126,8 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
         Some(queue)
     }
 
-    /// Forwards the log lines since the last call to the context, in order. Serves nothing else, so
-    /// it may be called inside a rebalance.
+    /// Passes librdkafka's log lines since the last call to `ClientContext::log`, in order. Serves
+    /// no other events, so it may be called inside a rebalance.
     pub(crate) fn forward_log(&self) {
         for _ in 0..MAX_LOG_LINES {
             // SAFETY: the queue lives.
@@ -150,42 +153,44 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
         }
     }
 
-    /// Number of fetched and unread operations: messages and errors.
+    /// Number of operations in the queue that are not read yet: messages and errors.
     pub(crate) fn length(&self) -> u64 {
         // SAFETY: the queue lives.
         let length = unsafe { native::rd_kafka_queue_length(self.native.as_ptr()) };
         length as u64
     }
 
-    /// Forwards a partition's queue to this one. Must be called before the partition is assigned;
-    /// otherwise its first messages arrive in the main queue.
-    /// False if librdkafka has no such partition.
+    /// Forwards a partition's own queue to this one. Must be called before the partition is
+    /// assigned; otherwise its first messages arrive in the main queue. Returns false if librdkafka
+    /// has no such partition.
     pub(crate) fn forward_partition(&self, topic: &str, partition: i32) -> bool {
         self.forward(topic, partition, self.native.as_ptr())
     }
 
     /// Stops forwarding these partitions, whose own queues then fill up to `queued.min.messages`,
     /// and forwards all others again, including the messages fetched in between.
-    pub(crate) fn hold_back(&self, partitions: Vec<(Arc<str>, i32)>) {
-        let mut held_back = lock(&self.held_back);
-        for (topic, partition) in partitions.iter().filter(|it| !held_back.contains(it)) {
+    pub(crate) fn forward_all_except(&self, partitions: Vec<(Arc<str>, i32)>) {
+        let mut unforwarded = lock(&self.unforwarded);
+        for (topic, partition) in partitions.iter().filter(|it| !unforwarded.contains(it)) {
             self.forward(topic, *partition, ptr::null_mut());
         }
         // A partition that is no longer assigned fetches nothing, and is forwarded again before its
         // next assignment.
-        for (topic, partition) in held_back.iter().filter(|it| !partitions.contains(it)) {
+        for (topic, partition) in unforwarded.iter().filter(|it| !partitions.contains(it)) {
             self.forward_partition(topic, *partition);
         }
-        *held_back = partitions;
+        *unforwarded = partitions;
     }
 
+    /// Forwards a partition's own queue to `to`, or ends the forwarding if `to` is null. Returns
+    /// false if librdkafka has no such partition.
     fn forward(&self, topic: &str, partition: i32, to: *mut native::rd_kafka_queue_t) -> bool {
         let Ok(topic) = CString::new(topic) else {
             return false;
         };
         // SAFETY: the client lives (invariant 1) and `topic` ends in NUL and outlives the call. The
-        // returned handle is owned here and is destroyed once; the partition's queue outlives it. `to` is
-        // our queue, which lives, or null, which ends the forwarding.
+        // returned handle is owned here and is destroyed once; the partition's queue outlives it.
+        // `to` is our queue, which lives, or null, which ends the forwarding.
         unsafe {
             let handle = native::rd_kafka_queue_get_partition(
                 self.consumer.client().native_ptr(),
@@ -223,22 +228,22 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
         (code == RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR && low >= 0).then_some(low)
     }
 
-    /// Reads at most `limit` and at most [`MAX_BATCH`] messages; waits for the first one if there
-    /// is none.
+    /// Reads at most `limit` and at most [`MAX_BATCH`] messages. If the queue is empty, waits for
+    /// the first message, at most for `wait`.
     pub(crate) fn read(&self, limit: usize, wait: Duration) -> RecordBatch {
         let mut fetched = FetchedMessages::default();
         let limit = limit.min(MAX_BATCH);
         self.fetch(&mut fetched, limit, Duration::ZERO);
         if fetched.count == 0 {
-            // A batch read would wait until the batch is full. So this waits for one message, and then
-            // reads the available ones without waiting.
+            // A read of a whole batch would wait until the batch is full. So this waits for one
+            // message, and then reads the available messages without waiting.
             self.fetch(&mut fetched, limit.min(1), wait);
             self.fetch(&mut fetched, limit, Duration::ZERO);
         }
         fetched.copy()
     }
 
-    /// Reads messages until there are `limit` in total or `wait` is over.
+    /// Adds messages to `fetched` until it has `limit` messages, or `wait` has passed.
     fn fetch(&self, fetched: &mut FetchedMessages, limit: usize, wait: Duration) {
         let free = &mut fetched.messages[fetched.count..limit.max(fetched.count)];
         if free.is_empty() {
@@ -333,7 +338,7 @@ impl Drop for FetchedMessages {
     }
 }
 
-/// Copies messages into shared blocks.
+/// Copies messages into blocks of memory that several messages share.
 #[derive(Default)]
 struct MessageCopier {
     block: Vec<u8>,
@@ -356,7 +361,7 @@ struct PendingRecord {
 }
 
 impl MessageCopier {
-    /// Copies a message, or records its error.
+    /// Copies a message into the current block, or adds its error to the batch.
     ///
     /// # Safety
     /// `message` points to a message of librdkafka that lives until the call returns.
@@ -414,7 +419,8 @@ impl MessageCopier {
         });
     }
 
-    /// The topic's name; the same allocation as for the previous message if that has the same topic.
+    /// The topic's name; the same allocation as for the previous message if that has the same
+    /// topic.
     ///
     /// # Safety
     /// `topic` is null or points to a topic of librdkafka that lives until the call returns.

@@ -1,4 +1,4 @@
-//! The callbacks of librdkafka: rebalances, commits, errors, statistics and log.
+//! The callbacks that librdkafka calls: for rebalances, commits, errors, statistics and log lines.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -20,7 +20,7 @@ use crate::partition::PartitionEvent;
 use crate::settings::{Kafka, OutOfRange, StartAt};
 use crate::shared::SharedState;
 
-/// The member of the consumer group.
+/// A librdkafka consumer that is a member of the consumer group.
 pub(crate) type GroupConsumer = BaseConsumer<CallbackContext>;
 
 /// The consumer's callbacks, which run on the polling thread.
@@ -35,13 +35,16 @@ pub(crate) struct CallbackContext {
     pub(super) request_budget: Duration,
     /// How long a revocation waits for unsettled deliveries.
     pub(super) drain_timeout: Duration,
-    /// `None` before the client is served, and once it closes. The queue holds the consumer, so the
-    /// queue is removed before the consumer is dropped.
+    /// The queue that messages are read from. `None` until the polling loop of this client starts,
+    /// and once the client closes. The queue holds the consumer, so the queue is removed before the
+    /// consumer is dropped.
     queue: Mutex<Option<Arc<MessageQueue<CallbackContext>>>>,
-    /// The last error of the whole client. `topics` reads it while it waits for a broker.
+    /// The last error that concerns the client and no partition. `topics` reads the error while it
+    /// waits for a broker.
     last_error: Mutex<Option<(RDKafkaErrorCode, String)>>,
     pub(super) connection_errors: Arc<ConnectionErrors>,
-    /// Set once another client has replaced this one; its statistics and rebalances are ignored.
+    /// Set once another client replaces this one. From then on, the statistics of this client are
+    /// ignored, and a revocation only unassigns its partitions.
     pub(super) is_replaced: AtomicBool,
 }
 
@@ -66,7 +69,7 @@ impl CallbackContext {
         }
     }
 
-    /// Takes over the topic ids that the previous client has seen.
+    /// Continues with the topic ids that the previous client has seen.
     pub(super) fn with_topic_ids(self, topics: TopicIds) -> Self {
         Self { topics, ..self }
     }
@@ -77,14 +80,14 @@ impl CallbackContext {
         created.map_err(error::from_config)
     }
 
-    /// The callbacks of a consumer with a state of its own.
+    /// The callbacks of a consumer, with a new shared state.
     #[cfg(test)]
-    pub(super) fn alone(kafka: &Kafka) -> Self {
+    pub(super) fn with_new_state(kafka: &Kafka) -> Self {
         let connection_errors = Arc::new(ConnectionErrors::new(&kafka.brokers));
         Self::new(Arc::default(), kafka, connection_errors)
     }
 
-    /// Returns and clears the last error of the whole client.
+    /// Returns and clears the last error that concerns the client and no partition.
     pub(super) fn take_last_error(&self) -> Option<(RDKafkaErrorCode, String)> {
         lock(&self.last_error).take()
     }
@@ -97,7 +100,7 @@ impl CallbackContext {
         *lock(&self.queue) = queue;
     }
 
-    /// Forwards librdkafka's log lines.
+    /// Passes librdkafka's log lines since the last call to [`log`](ClientContext::log).
     pub(super) fn forward_log(&self) {
         if let Some(queue) = self.queue() {
             queue.forward_log();
@@ -119,7 +122,7 @@ impl ClientContext for CallbackContext {
         if !self.is_replaced.load(Ordering::Relaxed) {
             let is_up = statistics::is_coordinator_up(statistics_json);
             let mut state = self.shared.lock();
-            state.client.record_group_state(is_up, Instant::now());
+            state.client.record_coordinator_state(is_up, Instant::now());
         }
     }
 
@@ -135,8 +138,8 @@ impl ClientContext for CallbackContext {
         }
         if let Some(code) = error.rdkafka_error_code() {
             let mut last_error = lock(&self.last_error);
-            // librdkafka reports "all brokers down" right after a rejected login, which is the cause
-            // and is kept.
+            // librdkafka reports "all brokers down" right after a rejected login. The rejected
+            // login is the cause, so that error is kept.
             if !(error::is_connection(code)
                 && last_error
                     .as_ref()
@@ -188,7 +191,7 @@ impl ConsumerContext for CallbackContext {
         for it in offsets.elements() {
             match (error_of(&it), it.offset()) {
                 (Some(error), _) => {
-                    state.commit_again(it.topic(), it.partition());
+                    state.retry_commit(it.topic(), it.partition());
                     failures.push((error, it));
                 }
                 (None, Offset::Offset(offset)) => {

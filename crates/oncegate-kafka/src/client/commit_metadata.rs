@@ -3,6 +3,7 @@
 //! # Workaround
 //! - *Symptom:* rdkafka's `metadata()` panics if the metadata is not UTF-8. Any program may commit
 //!   such metadata for the group. *Version:* rdkafka 0.39.0.
+//! - *Workaround:* [`read`] catches the panic.
 //! - *Upstream:* `docs/upstream/rust-rdkafka-commit-metadata.md`.
 //! - *Test:* none.
 //! - *May be removed* when rdkafka returns the bytes or an error.

@@ -8,8 +8,8 @@ use super::log::log_error;
 use super::lowered_commit;
 use crate::shared::{OffsetCommit, SharedState};
 
-/// Stores the offsets to commit. librdkafka commits a stored offset within
-/// `auto.commit.interval.ms` and when it gives partitions back. Offsets that librdkafka would not
+/// Stores the offsets to commit in librdkafka, which commits a stored offset within
+/// `auto.commit.interval.ms` and when it unassigns the partition. Offsets that librdkafka would not
 /// commit by itself are committed at once.
 pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &SharedState) {
     let commits = shared.lock().commits();
@@ -20,8 +20,8 @@ pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Sha
     // Offsets that are committed at once are stored too: otherwise librdkafka would next commit an
     // earlier stored offset, which may be higher.
     if let Err(error) = consumer.store_offsets(&partition_list(commits.iter())) {
-        // The partition belongs to another member now, which receives the message again; the gate
-        // skips it as a duplicate.
+        // The partition belongs to another member now. That member receives the messages again, and
+        // skips them as duplicates.
         tracing::debug!(%error, "cannot store offsets of a revoked partition");
     }
     fault::point("kafka.commit.stored");

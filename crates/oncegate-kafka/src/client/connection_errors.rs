@@ -7,7 +7,7 @@ use oncegate_core::LogThrottle;
 
 use super::lock;
 
-/// How often a lasting connection error is logged.
+/// How often a connection error that continues is logged.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Connection errors of all clients of one source. librdkafka retries by itself, and reports each
@@ -39,6 +39,7 @@ impl ConnectionErrors {
         }
     }
 
+    /// Whether a line is due; if so, the next one is due after [`LOG_INTERVAL`].
     fn is_due(&self, now: Instant) -> bool {
         lock(&self.throttle).due(now).is_some()
     }

@@ -19,23 +19,26 @@ use super::log::LogContext;
 use crate::settings::Destinations;
 use crate::shared::RejectedDelivery;
 
-/// The header of a dead letter without its body, because the broker rejected it with the body as too
-/// large. Its value is the size of the body in bytes.
+/// The header of a dead letter without the message's body, which made it too large for the broker.
+/// The value is the size of the body in bytes.
 const BODY_OMITTED: &str = "oncegate-body-omitted";
-/// The header of a dead letter without its key. Its value is the size of the key in bytes.
+/// The header of a dead letter without the message's key. The value is the size of the key in
+/// bytes.
 const KEY_OMITTED: &str = "oncegate-key-omitted";
-/// The header of a dead letter without the message's own headers. Its value is the number of
-/// these headers.
+/// The header of a dead letter without the message's own headers. The value is the number of these
+/// headers.
 const HEADERS_OMITTED: &str = "oncegate-headers-omitted";
 
-/// How long a producer whose message timed out may take to fetch the metadata of its topic.
+/// How long a producer whose message timed out may take to fetch the metadata of its topic before
+/// it is replaced.
 const METADATA_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How often a failure is logged per topic.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// After this time a dead letter that is not confirmed is logged; librdkafka gives up after a minute.
-const SLOW: Duration = Duration::from_secs(5);
+/// After this time without a confirm, a dead letter is logged. librdkafka gives up after
+/// `delivery.timeout.ms`: 30 s by default.
+const DELAY_WARNING_AFTER: Duration = Duration::from_secs(5);
 
 /// How long a dead letter waits for room in the queue of its producer.
 const ENQUEUE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -50,7 +53,7 @@ pub(crate) struct DeadLetters {
     /// Sends one message per request. The broker acknowledges a batch as a whole, so only a message
     /// that is sent alone can be identified as the rejected one.
     singles: RestartingProducer,
-    /// For each dead-letter topic and kind of log line.
+    /// The throttle of each kind of log line, by dead-letter topic and kind.
     throttles: Mutex<HashMap<(String, &'static str), LogThrottle>>,
 }
 
@@ -62,28 +65,28 @@ pub(crate) struct UnpublishedDeadLetter {
     grouping: RequestGrouping,
 }
 
-/// Whether other messages share a request with the dead letter.
+/// Whether a request with the dead letter may contain other messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RequestGrouping {
-    /// Others for the same partition may.
+    /// It may contain other messages for the same partition.
     Batch,
-    /// No others, because the broker rejected a batch with this message.
+    /// It may not, because the broker rejected a batch with this message.
     Alone,
 }
 
-/// The parts of the message that are published.
+/// The parts of the rejected message that the dead letter contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PublishedParts {
-    /// All of it.
+    /// Key, headers and body.
     Whole,
     /// Key and headers.
     WithoutBody,
-    /// Only the headers that oncegate adds.
+    /// None: the dead letter has only the headers that oncegate adds.
     RejectionHeaders,
 }
 
 impl PublishedParts {
-    /// The parts to publish if these were too large; `None` if there are no fewer.
+    /// The parts to publish next if these were too large; `None` if nothing more can be omitted.
     fn smaller(self) -> Option<Self> {
         match self {
             Self::Whole => Some(Self::WithoutBody),
@@ -94,7 +97,8 @@ impl PublishedParts {
 }
 
 impl DeadLetters {
-    /// Starts the producers.
+    /// Starts the producer of batches. The producer of single messages starts when it is first
+    /// needed.
     pub(crate) fn open(
         config: ClientConfig,
         destinations: Destinations,
@@ -117,7 +121,8 @@ impl DeadLetters {
         })
     }
 
-    /// A dead letter of this delivery, without the memory of the batch that it was read in.
+    /// Makes a dead letter of this delivery. The message is copied, so that it does not keep the
+    /// memory of the whole batch that it was read in.
     pub(crate) fn prepare(&self, mut rejected: RejectedDelivery) -> UnpublishedDeadLetter {
         let message = &mut rejected.delivery.message;
         message.detach();
@@ -134,19 +139,20 @@ impl DeadLetters {
         self.destinations.of(topic, reason)
     }
 
-    /// Publishes one rejected delivery. On `Ok`, all in-sync replicas have it.
+    /// Publishes one dead letter. On `Ok`, all in-sync replicas have it.
     ///
-    /// The dead letter has the message's key, headers and body, and after them the headers of the
-    /// rejection. Inbound `oncegate-*` headers are removed. Invalid UTF-8 in a header name is
+    /// The dead letter has the message's key, body and headers, except inbound `oncegate-*`
+    /// headers, and then the headers that describe the rejection. Invalid UTF-8 in a header name is
     /// replaced, and a tombstone gets an empty body. The record's timestamp is the time of
-    /// publishing, so that retention and timestamp checks do not reject it; the header
-    /// `oncegate-first-seen` has the original timestamp. If the broker rejects the message as too
-    /// large, it is sent without its body, then also without key and headers. Headers name the
-    /// omitted parts; the header `oncegate-origin` has the position of the complete message.
+    /// publishing, so that the broker's timestamp check does not reject it and retention does not
+    /// remove it early; the header `oncegate-first-seen` has the original timestamp. If the broker
+    /// rejects the record as too large, it is sent without its body, then also without key and
+    /// headers. Headers name the omitted parts; the header `oncegate-origin` has topic, partition
+    /// and offset of the complete message.
     ///
     /// # Errors
-    /// The dead letter is not confirmed, and may be in the topic. Publish it again; a second copy has
-    /// no effect on processing.
+    /// The dead letter is not confirmed, and may be in the topic. Publish it again; a second copy
+    /// has no effect on processing.
     pub(crate) async fn publish(
         &self,
         dead_letter: &mut UnpublishedDeadLetter,
@@ -173,6 +179,8 @@ impl DeadLetters {
         }
     }
 
+    /// Sends a dead letter once. Logs a warning if the confirm takes longer than
+    /// [`DELAY_WARNING_AFTER`].
     async fn send(&self, dead_letter: &UnpublishedDeadLetter) -> Result<(), KafkaError> {
         let (rejected, parts) = (&dead_letter.rejected, dead_letter.parts);
         let message = &rejected.delivery.message;
@@ -189,7 +197,7 @@ impl DeadLetters {
             }
         };
         let mut send = pin!(send);
-        match tokio::time::timeout(SLOW, &mut send).await {
+        match tokio::time::timeout(DELAY_WARNING_AFTER, &mut send).await {
             Ok(sent) => sent,
             Err(_) => {
                 self.warn_of_delay(dead_letter);
@@ -198,7 +206,7 @@ impl DeadLetters {
         }
     }
 
-    /// Logs that the broker has not confirmed a dead letter for [`SLOW`].
+    /// Logs that the broker has not confirmed a dead letter for [`DELAY_WARNING_AFTER`].
     fn warn_of_delay(&self, dead_letter: &UnpublishedDeadLetter) {
         let (topic, delivery) = (&dead_letter.topic, &dead_letter.rejected.delivery);
         let Some(suppressed_lines) = self.due(topic, "delay", Instant::now()) else {
@@ -209,9 +217,9 @@ impl DeadLetters {
             origin = %delivery.message.origin.name,
             partition = delivery.receipt.partition,
             offset = delivery.receipt.position,
-            waited = ?SLOW,
+            waited = ?DELAY_WARNING_AFTER,
             suppressed_lines,
-            "dead letter not confirmed yet; no offset from its message on is committed meanwhile; check that the dead-letter topic exists and that the brokers are reachable"
+            "dead letter not confirmed yet; until it is, the offset of its message and those above are not committed; check that the dead-letter topic exists and that the brokers are reachable"
         );
     }
 
@@ -230,10 +238,11 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             reason = rejected.reason.as_str(),
             suppressed_lines,
-            "cannot publish to the dead-letter topic; its message stays in memory, no offset from it on is committed, and publishing is retried; check that the topic exists and is not compacted, its max.message.bytes, and that this client has the right Write on it"
+            "cannot publish to the dead-letter topic, retrying; until it succeeds, the message stays in memory, and its offset and those above are not committed; check that the topic exists, is not compacted and has a sufficient max.message.bytes, and that this client has the right Write on it"
         );
     }
 
+    /// Logs that a dead letter is too large for its topic.
     fn warn_of_size(&self, dead_letter: &UnpublishedDeadLetter) {
         let (topic, delivery) = (&dead_letter.topic, &dead_letter.rejected.delivery);
         let Some(suppressed_lines) = self.due(topic, "size", Instant::now()) else {
@@ -246,7 +255,7 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             bytes = delivery.message.size(),
             suppressed_lines,
-            "message too large for the dead-letter topic; publishing it without its body, and without key and headers if that is not enough; raise max.message.bytes of the topic to keep them"
+            "message too large for the dead-letter topic; it is published without its body, and if it is still too large, without key and headers; raise max.message.bytes of the topic to keep them"
         );
     }
 
@@ -260,8 +269,8 @@ impl DeadLetters {
     }
 }
 
-/// Whether the broker rejected the batch, because of this message or another one of it. With any
-/// other code the outcome is unknown.
+/// Whether this code says that the broker rejected the batch, because of this message or of another
+/// message in the batch. With any other code, the outcome is unknown.
 fn is_rejection(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     !matches!(
@@ -270,7 +279,7 @@ fn is_rejection(code: RDKafkaErrorCode) -> bool {
     )
 }
 
-/// A producer that is replaced after a fatal error.
+/// A producer that is replaced after a fatal error, or if it has lost its broker metadata.
 struct RestartingProducer {
     config: ClientConfig,
     connection_errors: Arc<ConnectionErrors>,
@@ -278,6 +287,8 @@ struct RestartingProducer {
 }
 
 impl RestartingProducer {
+    /// Sends a record and waits for the confirm. Then replaces the producer if it has a fatal error
+    /// or has lost its broker metadata.
     async fn send(&self, record: FutureRecord<'_, [u8], [u8]>) -> Result<(), KafkaError> {
         let (topic, producer) = (record.topic.to_owned(), self.current()?);
         let sent = producer.send(record, ENQUEUE_TIMEOUT).await;
@@ -293,6 +304,7 @@ impl RestartingProducer {
         sent.map(|_| ()).map_err(|(error, _)| error)
     }
 
+    /// The current producer, which is created if there is none.
     fn current(&self) -> Result<DeadLetterProducer, KafkaError> {
         let mut producer = lock(&self.current);
         match &*producer {
@@ -306,9 +318,9 @@ impl RestartingProducer {
         }
     }
 
-    /// Replaces the producer if it cannot fetch the topic's metadata: one that has lost its broker
-    /// metadata may never connect again. If no broker is available, the new producer fails too, and the
-    /// dead letter is retried.
+    /// Replaces the producer if it cannot fetch the topic's metadata: a producer that has lost its
+    /// broker metadata may never connect again (see `lost_metadata`). If no broker is available,
+    /// the new producer fails too, and the dead letter is retried.
     async fn replace_if_disconnected(&self, producer: DeadLetterProducer, topic: String) {
         let fetched = tokio::task::spawn_blocking(move || {
             let answer = producer
@@ -325,8 +337,8 @@ impl RestartingProducer {
         }
     }
 
-    /// Removes a failed producer, unless another call already has: the next publish creates a new one.
-    /// A fatal error of an idempotent producer is permanent.
+    /// Removes a failed producer, unless another call already has removed it. The next call of
+    /// `send` creates a new one. A fatal error of an idempotent producer is permanent.
     fn replace(&self, failed: &DeadLetterProducer, reason: &str) {
         let mut producer = lock(&self.current);
         if producer
@@ -348,7 +360,8 @@ impl Drop for RestartingProducer {
     }
 }
 
-/// Dropping a producer joins its thread, which must not block an async thread.
+/// Drops a producer on a new thread: dropping joins the producer's thread, and a thread of the
+/// tokio runtime must not block.
 fn drop_on_thread(producer: Option<DeadLetterProducer>) {
     // If no thread can be spawned, the producer is dropped on the current thread.
     let _ = std::thread::Builder::new()
@@ -356,7 +369,8 @@ fn drop_on_thread(producer: Option<DeadLetterProducer>) {
         .spawn(move || drop(producer));
 }
 
-/// The headers of a dead letter: the kept headers of the message, then the headers of the rejection.
+/// The headers of a dead letter: the headers of the message without inbound `oncegate-*` headers,
+/// then the headers that describe the rejection.
 fn dead_letter_headers(rejected: &RejectedDelivery, parts: PublishedParts) -> OwnedHeaders {
     let RejectedDelivery {
         delivery,

@@ -3,8 +3,8 @@
 use oncegate_core::SourceError;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 
-/// The error of a property that librdkafka rejects. librdkafka's text may contain the value, which
-/// may be a secret.
+/// The error of a property that librdkafka rejects. librdkafka's text may contain the value, so it
+/// is omitted if the property may be a secret.
 pub(crate) fn from_config(error: KafkaError) -> SourceError {
     match error {
         KafkaError::ClientConfig(_, text, key, _) => {
@@ -25,12 +25,12 @@ pub(crate) fn from_config(error: KafkaError) -> SourceError {
             )
         }
         KafkaError::ClientCreation(text) => {
-            SourceError::misconfigured("property", text, "change the property that it names")
+            SourceError::misconfigured("property", text, "change the property that this text names")
         }
         other => SourceError::misconfigured(
             "property",
             other.to_string(),
-            "change the property that it names",
+            "change the property that this text names",
         ),
     }
 }

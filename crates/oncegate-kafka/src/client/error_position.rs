@@ -1,19 +1,22 @@
 //! Corrects a position that librdkafka has advanced too far.
 //!
 //! # Workaround
-//! - *Symptom:* in `rd_kafka_consume_batch_queue` an error of a partition advances the position like a
-//!   message: after a rebalance, reading resumes one message too far. Nor does the position decrease when
-//!   a log was truncated. *Version:* librdkafka 2.12.1.
+//! - *Symptom:* in `rd_kafka_consume_batch_queue` an error of a partition advances the position as
+//!   a message does: after a rebalance, one message is skipped. The position also does not decrease
+//!   when a log was truncated. *Version:* librdkafka 2.12.1.
+//! - *Workaround:* [`seek_after_last_read`](CallbackContext::seek_after_last_read) corrects the
+//!   position.
 //! - *Upstream:* `docs/upstream/librdkafka-batch-error-position.md`.
 //! - *Test:* `a_rebalance_after_a_fetch_that_failed_skips_nothing` in `tests/kafka`.
-//! - *May be removed* when the position does not change.
+//! - *May be removed* when an error does not change the position.
 
 use super::batch::MessageQueue;
 use super::callbacks::CallbackContext;
 use crate::partition::{PartitionAction, PartitionEvent};
 
 impl CallbackContext {
-    /// Seeks to the offset after the last message that was read, or to `position` if none was.
+    /// Seeks to the offset after the last message that was read, or to `position` if no message was
+    /// read.
     pub(super) fn seek_after_last_read(
         &self,
         topic: &str,

@@ -33,8 +33,8 @@ impl ClientContext for LogContext {
 /// Forwards one line of librdkafka's log to `tracing`.
 pub(crate) fn line(level: RDKafkaLogLevel, facility: &str, line: &str) {
     match level {
-        // The same properties are set on consumers and producers, and librdkafka warns of those that
-        // a client does not use.
+        // The same properties are set on consumers and producers, and librdkafka warns of each
+        // property that a client does not use.
         _ if facility == "CONFWARN" => tracing::debug!(facility, "{line}"),
         // librdkafka also passes each such failure to the error callback, which logs it.
         _ if facility == "FAIL" => tracing::debug!(facility, "{line}"),
@@ -50,7 +50,7 @@ pub(crate) fn line(level: RDKafkaLogLevel, facility: &str, line: &str) {
     }
 }
 
-/// Logs the error of a result, if it is one. `what` is the whole log line.
+/// Logs an error if the result is one. `what` is the text of the log line.
 pub(crate) fn log_error(what: &str, result: KafkaResult<()>) {
     if let Err(error) = result {
         tracing::error!(%error, "{what}");

@@ -1,11 +1,11 @@
 //! Detects a client that has lost its broker metadata.
 //!
 //! # Workaround
-//! - *Symptom:* after a metadata response without brokers, a client may never connect again. A broker
-//!   that was frozen for longer than `broker.session.timeout.ms` sends such a response. *Version:*
-//!   librdkafka 2.12.1.
-//! - *Workaround:* the client is replaced: the consumer by `watch` and `poll`, the client that opens
-//!   the source by `topics`, the producer by `dead_letters`.
+//! - *Symptom:* after a metadata response without brokers, a client may never connect again. A
+//!   broker that was frozen for longer than `broker.session.timeout.ms` sends such a response.
+//!   *Version:* librdkafka 2.12.1.
+//! - *Workaround:* the client is replaced: the consumer by `watch` and `poll`, the client that
+//!   opens the source by `topics`, the producer by `dead_letters`.
 //! - *Upstream:* confluentinc/librdkafka#5301, with the open pull request #5303.
 //! - *Tests:* `lost_metadata_is_detected_once_probes_succeed_for_the_reconnect_time`, and
 //!   `a_client_whose_requests_fail_is_replaced` in `topics`.
@@ -14,8 +14,9 @@
 
 use std::time::{Duration, Instant};
 
-/// The first and the longest pause before a probe. A probe is a request of a fresh client to the
-/// group coordinator, while the watched client does not reach it. The pause doubles while probes fail.
+/// The first and the longest pause before a probe. A probe is a request of a new client to the
+/// group coordinator, which is sent while the watched client does not reach the coordinator. The
+/// pause doubles while probes fail.
 const PROBE_PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(15));
 /// How long a client may take to connect and to find the coordinator.
 const CONNECT_TIME: Duration = Duration::from_secs(5);
@@ -23,14 +24,14 @@ const CONNECT_TIME: Duration = Duration::from_secs(5);
 /// Detects that the watched client has lost its broker metadata. librdkafka removes all brokers
 /// that a metadata response does not name, and may then never try its bootstrap servers again.
 pub(crate) struct LostMetadata {
-    /// The time within which a healthy client reconnects.
+    /// The time within which a client with broker metadata reconnects.
     reconnect_time: Duration,
     /// Since when the client has not reached the group coordinator.
-    without_group_since: Option<Instant>,
+    without_coordinator_since: Option<Instant>,
     last_probe: Option<Instant>,
     /// The pause before the next probe.
     pause: Duration,
-    /// Since when every probe has succeeded.
+    /// Since when every probe has succeeded; `None` if the last probe failed.
     succeeding_since: Option<Instant>,
 }
 
@@ -42,29 +43,31 @@ impl LostMetadata {
 
     const fn without_probes(
         reconnect_time: Duration,
-        without_group_since: Option<Instant>,
+        without_coordinator_since: Option<Instant>,
     ) -> Self {
         Self {
             reconnect_time,
-            without_group_since,
+            without_coordinator_since,
             last_probe: None,
             pause: PROBE_PAUSES.0,
             succeeding_since: None,
         }
     }
 
-    /// Runs a probe if one is due. Returns whether fresh clients have reached the coordinator for
-    /// longer than the watched one needs to reconnect.
+    /// Runs a probe if one is due. Returns whether new clients have reached the coordinator for
+    /// longer than the watched client needs to reconnect. `without_coordinator_since` is since when
+    /// the watched client does not reach it; another value than at the last call restarts the
+    /// measurement.
     pub(crate) fn check(
         &mut self,
-        without_group_since: Option<Instant>,
+        without_coordinator_since: Option<Instant>,
         clock: impl Fn() -> Instant,
         probe: impl FnOnce() -> bool,
     ) -> bool {
-        if self.without_group_since != without_group_since {
-            *self = Self::without_probes(self.reconnect_time, without_group_since);
+        if self.without_coordinator_since != without_coordinator_since {
+            *self = Self::without_probes(self.reconnect_time, without_coordinator_since);
         }
-        let Some(started) = self.last_probe.or(without_group_since) else {
+        let Some(started) = self.last_probe.or(without_coordinator_since) else {
             return false;
         };
         if clock().duration_since(started) < self.pause {
@@ -73,7 +76,7 @@ impl LostMetadata {
         let has_succeeded = probe();
         let now = clock();
         self.last_probe = Some(now);
-        // Bounds the load of probes on a cluster that is down for long or is just starting.
+        // Longer pauses limit the load of probes on a cluster that is unavailable or just starts.
         self.pause = if has_succeeded {
             PROBE_PAUSES.0
         } else {
@@ -97,8 +100,8 @@ mod tests {
     fn lost_metadata_is_detected_once_probes_succeed_for_the_reconnect_time() {
         let started = Instant::now();
         let at = |seconds| started + Duration::from_secs(seconds);
-        // The watched client loses the coordinator at second 0 and reconnects at `reconnected`; probes
-        // succeed from second `answered` on.
+        // The watched client loses the coordinator at second 0 and reconnects at `reconnected`;
+        // probes succeed from second `answered` on.
         let detected_at = |reconnected: u64, answered: u64| {
             let mut detector = LostMetadata::new(Duration::from_secs(1));
             (0..200).find(|now| {

@@ -1,9 +1,10 @@
-//! Commits offsets that may be below the committed ones.
+//! Commits offsets that may be below the offsets that the broker has committed.
 //!
 //! # Workaround
-//! - *Symptom:* a stored offset below the committed one is never committed, for example after a log was
-//!   truncated. *Version:* librdkafka 2.12.1. So the first offset of each assignment is committed at once
-//!   (`SendMode::Immediate`).
+//! - *Symptom:* a stored offset below the committed one is never committed, for example after a log
+//!   was truncated. *Version:* librdkafka 2.12.1.
+//! - *Workaround:* the first offset of each assignment is committed at once
+//!   (`OffsetCommitMode::Immediate`).
 //! - *Upstream:* confluentinc/librdkafka#1372 (open); #1538 and #1558 describe a shortened log.
 //! - *Test:* `a_log_that_was_truncated_below_the_committed_offset_commits_lower` in `tests/kafka`.
 //! - *May be removed* when librdkafka commits each changed offset.
@@ -13,10 +14,11 @@ use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 
 use super::commits::partition_list;
 use super::log::log_error;
-use crate::partition::SendMode;
+use crate::partition::OffsetCommitMode;
 use crate::shared::OffsetCommit;
 
-/// Commits those of these offsets that librdkafka would not commit by itself.
+/// Sends a commit request for the offsets whose mode is `Immediate`, and does not wait for the
+/// response.
 pub(super) fn commit_at_once<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     commits: &[OffsetCommit],
@@ -24,7 +26,7 @@ pub(super) fn commit_at_once<C: ConsumerContext>(
     let sent = partition_list(
         commits
             .iter()
-            .filter(|commit| commit.mode == SendMode::Immediate),
+            .filter(|commit| commit.mode == OffsetCommitMode::Immediate),
     );
     if sent.count() > 0 {
         log_error(

@@ -1,4 +1,4 @@
-//! Reports topics that were deleted while the group reads them.
+//! Logs topics that were deleted while the group reads them.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -25,10 +25,11 @@ pub(super) fn is_missing(code: RDKafkaErrorCode) -> bool {
     )
 }
 
-/// The topics of the group, looked up when an error says that one may be missing.
+/// The topics that the group reads, which are looked up when an error says that one may be missing.
 pub(super) struct MissingTopics<'a> {
     kafka: &'a Kafka,
-    /// The partitions of each topic when it was last found, for the command that creates it.
+    /// The number of partitions of each topic when it was last found, for the command that creates
+    /// the topic.
     partitions: HashMap<&'a str, usize>,
     throttles: HashMap<&'a str, LogThrottle>,
 }
@@ -42,8 +43,9 @@ impl<'a> MissingTopics<'a> {
         }
     }
 
-    /// Looks up each topic that is not known yet, and all of them if one may be missing. A consumer's
-    /// request creates no topic.
+    /// Looks up each topic whose number of partitions is unknown, and all topics if one may be
+    /// missing. If a missing topic was suspected before this call, logs each missing topic. A
+    /// metadata request of a consumer creates no topic.
     pub(super) fn check<C: ConsumerContext>(
         &mut self,
         client: &BaseConsumer<C>,
@@ -97,7 +99,7 @@ impl<'a> MissingTopics<'a> {
             topic,
             group = self.kafka.group,
             suppressed_lines,
-            "topic deleted: it does not exist any more, and its unread messages are lost; the consumer waits and reads it once it exists again; create it: {create}"
+            "topic deleted: it does not exist any more, and its unread messages are lost; the consumer reads the topic once it exists again; create it: {create}"
         );
     }
 }

@@ -1,4 +1,5 @@
-//! The polling thread: the only thread that serves the consumer group. No handler can block it.
+//! The polling thread: the only thread that polls the consumer, so that no handler delays a
+//! rebalance.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
@@ -22,16 +23,18 @@ use crate::shared::{RevocationKind, SharedState, SourcePhase};
 const EVENTS_PER_TURN: usize = 16;
 /// How long one turn of the polling loop waits for a message. A rebalance is served between turns.
 const TURN: Duration = Duration::from_millis(50);
-/// How long the polling thread waits for a replaced client to close, if the client reaches its group.
-/// One that does not can neither commit nor leave, so the thread does not wait.
+/// How long the polling thread waits for a replaced client to close, if the client reaches its
+/// group coordinator. A client that does not can neither commit nor leave, so the thread does not
+/// wait.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The first and the longest pause before a replacement client starts.
+/// The first and the longest pause before a replacement client starts. Each client that ran for at
+/// most [`STABLE_AFTER`] doubles the pause.
 const REPLACEMENT_PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-/// A client that ran for longer than this resets the pause.
+/// After a client that ran for longer than this, the pause is the first one again.
 const STABLE_AFTER: Duration = Duration::from_secs(600);
 /// How long to wait for a metadata response.
 const METADATA_TIMEOUT: Duration = Duration::from_secs(1);
-/// How often positions, fatal errors and the assignment are checked.
+/// How often the loop checks positions, fatal errors and how long it has waited for an assignment.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Subscribes to the topics, which joins the group.
@@ -62,8 +65,8 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<GroupConsumer>) {
         let started = Instant::now();
         pause = match serve_client(consumer, &shared, &mut assignment) {
             ClientExit::SourceClosed => return,
-            // Other clients reach the group, so a new one is likely to.
-            ClientExit::ReplacedWithoutGroup => REPLACEMENT_PAUSES.0,
+            // New clients reach the group coordinator, so the replacement is likely to reach it.
+            ClientExit::ReplacedWithoutCoordinator => REPLACEMENT_PAUSES.0,
             // Clients that fail repeatedly are replaced at growing intervals.
             ClientExit::Replaced if started.elapsed() <= STABLE_AFTER => {
                 (pause * 2).min(REPLACEMENT_PAUSES.1)
@@ -98,8 +101,8 @@ enum ClientExit {
     SourceClosed,
     /// Another client replaces it.
     Replaced,
-    /// Another client replaces it because it does not reach its group.
-    ReplacedWithoutGroup,
+    /// Another client replaces it because it does not reach its group coordinator.
+    ReplacedWithoutCoordinator,
 }
 
 /// Serves one client until the source closes or the client is replaced. If the source closes, the
@@ -144,14 +147,14 @@ fn serve_client(
     ClientExit::SourceClosed
 }
 
-/// Waits for deliveries up to the drain timeout, and closes the client. Unsettled messages are
-/// redelivered by the next owner of their partitions. A client that does not close in time continues
-/// to close on a thread of its own.
+/// Waits for unsettled deliveries up to the drain timeout, commits, and closes the client. Messages
+/// that are still unsettled are redelivered to the next owner of their partitions. A client that
+/// does not close in time continues to close on another thread.
 fn replace_client(consumer: Arc<GroupConsumer>, shared: &SharedState) -> ClientExit {
     let mut state = shared.lock();
-    // A client that does not reach its group can neither commit nor leave.
-    let (exit, close_timeout) = if state.client.is_suspected() {
-        (ClientExit::ReplacedWithoutGroup, Duration::ZERO)
+    // A client that does not reach its group coordinator can neither commit nor leave.
+    let (exit, close_timeout) = if state.client.may_have_lost_metadata() {
+        (ClientExit::ReplacedWithoutCoordinator, Duration::ZERO)
     } else {
         (ClientExit::Replaced, CLOSE_TIMEOUT)
     };
@@ -160,7 +163,7 @@ fn replace_client(consumer: Arc<GroupConsumer>, shared: &SharedState) -> ClientE
     tracing::error!(
         group = consumer.context().group,
         reason,
-        "client replaced: the kafka client stopped working; its unsettled messages are redelivered; if this repeats, check the brokers' logs, and raise .stalled_after(…) if brokers are only slow"
+        "client replaced: another kafka client joins the group, for the given reason; unsettled messages are redelivered; if this repeats, check the brokers' logs, and raise .stalled_after(…) if brokers are only slow"
     );
     metrics::counter!(crate::metric::CLIENTS_REPLACED).increment(1);
     let context = consumer.context();
@@ -191,8 +194,8 @@ fn replace_client(consumer: Arc<GroupConsumer>, shared: &SharedState) -> ClientE
     exit
 }
 
-/// Handles a fatal error, after which librdkafka's client does nothing more: another client replaces
-/// it, or the source ends if another client would fail in the same way.
+/// Handles a fatal error, after which a librdkafka client stays unusable: requests another client,
+/// or ends the source if another client would fail in the same way.
 fn check_fatal_error(consumer: &GroupConsumer, shared: &SharedState) {
     let Some((code, text)) = consumer.client().fatal_error() else {
         return;
@@ -206,8 +209,8 @@ fn check_fatal_error(consumer: &GroupConsumer, shared: &SharedState) {
     }
 }
 
-/// Reads the cluster id, and compares the topics whose id has changed. No message is read before the
-/// comparison.
+/// Reads the cluster id, and compares each changed topic id with the one before it. The polling
+/// loop calls this before it reads messages.
 fn compare_topics(consumer: &GroupConsumer) {
     let topics = &consumer.context().topics;
     let changed = topics.changed();
@@ -215,8 +218,8 @@ fn compare_topics(consumer: &GroupConsumer) {
         return;
     }
     // librdkafka logs a new topic id before it stores the cluster id of the same metadata response.
-    // It handles responses in order, so that cluster id is stored once this request is answered or
-    // has timed out.
+    // It handles responses in order, so that it has stored this cluster id once it has handled the
+    // response to the next request.
     if let Some(topic) = changed
         && let Err(error) = consumer.fetch_metadata(Some(&topic), METADATA_TIMEOUT)
     {
@@ -225,9 +228,10 @@ fn compare_topics(consumer: &GroupConsumer) {
     topics.compare(cluster_id::fetch(consumer, Duration::ZERO));
 }
 
-/// Ends all assignments, without a commit, once a topic is, or may be, on another cluster than
-/// before: their positions are offsets of the former cluster. A replacement client joins the group
-/// and starts at the offsets that are committed on the current cluster.
+/// Ends all assignments, without a commit, if the brokers of a topic are, or may be, those of
+/// another cluster than before: the positions of the assignments are offsets of the former cluster.
+/// Requests a replacement client, which starts at the offsets that are committed on the current
+/// cluster.
 fn leave_former_cluster(consumer: &GroupConsumer, shared: &SharedState) {
     let topics = &consumer.context().topics;
     for topic in topics.take_cluster_changed() {
@@ -237,7 +241,7 @@ fn leave_former_cluster(consumer: &GroupConsumer, shared: &SharedState) {
         }
         let partitions = state.partitions();
         state.client.request_replacement(format!(
-            "the topic `{topic}` has another id, and is or may be on another cluster"
+            "the topic `{topic}` has another id than before, and is or may be on another cluster"
         ));
         drop(state);
         shared.end_assignments(&partitions, RevocationKind::Lost, |_| (), || ());
@@ -245,17 +249,18 @@ fn leave_former_cluster(consumer: &GroupConsumer, shared: &SharedState) {
 }
 
 /// Seeks to the beginning of recreated topics, and to the lowest unsettled offset of truncated
-/// logs. librdkafka keeps its position when a topic is recreated; if the new log is longer, it would
-/// skip the messages below that position.
+/// logs. librdkafka keeps its position when a topic is recreated; if the new log is longer, it
+/// would skip the messages below that position.
 fn restart_recreated_topics(consumer: &GroupConsumer, shared: &SharedState) {
     let context = consumer.context();
     for topic in context.topics.take_recreated() {
-        // Also with `OutOfRange::Error`: otherwise an offset of the deleted topic would be committed
-        // for the new one, and a restarted consumer would start there.
+        // The assignments restart also with `OutOfRange::Error`: otherwise an offset of the deleted
+        // topic would be committed for the new one, and a restarted consumer would start there.
         let partitions = shared.restart_topic(&topic, context.topics.identity(&topic));
         metrics::counter!(crate::metric::TOPICS_RECREATED).increment(partitions as u64);
         match context.out_of_range {
-            // No assignment is outdated. One that starts after the change reports the error itself.
+            // No assignment was made before the change. An assignment that is made after it reports
+            // the error itself.
             OutOfRange::Error if partitions == 0 => {}
             OutOfRange::Error => shared.fail(start_position::recreated(&topic)),
             OutOfRange::Earliest => {
@@ -284,8 +289,9 @@ fn serve(consumer: &GroupConsumer) {
             continue;
         };
         match event {
-            // Not expected, because partitions are forwarded to the message queue before they are
-            // assigned. A message that arrives here nevertheless must not be lost.
+            // A message is not expected here, because the queues of partitions are forwarded to the
+            // message queue before the assignment. It is processed nevertheless, so that none is
+            // lost.
             Ok(message) => {
                 if let Some(queue) = context.queue() {
                     context.process_batch(batch::copy(&message), &queue);
@@ -303,7 +309,8 @@ fn serve(consumer: &GroupConsumer) {
     }
 }
 
-/// Reports the end of the polling thread, also after a panic: `close` waits for it.
+/// Enters [`SourcePhase::Ended`] when the polling thread ends, also after a panic: `close` waits
+/// for that phase.
 struct EndGuard(Arc<SharedState>);
 
 impl Drop for EndGuard {
@@ -325,7 +332,7 @@ mod tests {
     const BOUND: Duration = Duration::from_secs(60);
 
     fn client(kafka: &Kafka) -> (Arc<SharedState>, Arc<GroupConsumer>) {
-        let context = CallbackContext::alone(kafka);
+        let context = CallbackContext::with_new_state(kafka);
         let shared = context.shared.clone();
         let consumer = Arc::new(context.consumer(kafka).expect("a client"));
         let queue = MessageQueue::new(&consumer).expect("memory");
@@ -349,24 +356,24 @@ mod tests {
                 consumer.context().read_batch(TURN);
             }
         };
-        let without_group_since = || shared.lock().client.without_group_since();
-        until(&|| !shared.lock().partitions().is_empty() && without_group_since().is_none());
+        let without_coordinator_since = || shared.lock().client.without_coordinator_since();
+        until(&|| !shared.lock().partitions().is_empty() && without_coordinator_since().is_none());
         cluster.broker_down(1).expect("the broker stops");
-        until(&|| without_group_since().is_some());
-        let before = without_group_since().expect("the client reports no coordinator");
+        until(&|| without_coordinator_since().is_some());
+        let before = without_coordinator_since().expect("the client reports no coordinator");
         cluster.broker_up(1).expect("the broker starts");
-        until(&|| without_group_since().is_none());
+        until(&|| without_coordinator_since().is_none());
         shared
             .lock()
             .client
             .suspect_lost_metadata(before, Instant::now());
         assert!(
-            !shared.lock().client.is_suspected(),
+            !shared.lock().client.may_have_lost_metadata(),
             "the client is connected again"
         );
         cluster.broker_down(1).expect("the broker stops");
-        until(&|| without_group_since().is_some());
-        let again = without_group_since().expect("the client reports no coordinator");
+        until(&|| without_coordinator_since().is_some());
+        let again = without_coordinator_since().expect("the client reports no coordinator");
         shared
             .lock()
             .client
@@ -412,7 +419,7 @@ mod tests {
                 ),
                 (is_other_cluster, is_other_cluster)
             );
-            // The start of the partition, which has no committed offset yet.
+            // The partition has no committed offset yet, so its start offset is to be committed.
             let commits: Vec<i64> = state.commits().iter().map(|it| it.offset).collect();
             assert_eq!(
                 (topics.take_recreated().is_empty(), commits),
@@ -465,7 +472,7 @@ mod tests {
             RDKafkaApiKey::Heartbeat,
             &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN_MEMBER_ID],
         );
-        // The rebalance waits in the main queue, which this loop does not serve.
+        // The event of the rebalance stays in the main queue, which this loop does not poll.
         while !consumer.assignment_lost() {
             assert!(Instant::now() < end, "the assignment was not lost in time");
             std::thread::sleep(Duration::from_millis(10));

@@ -1,4 +1,4 @@
-//! Rebalances: partitions are assigned and revoked.
+//! Rebalances: assigns and revokes partitions.
 
 use std::time::{Duration, Instant};
 
@@ -19,12 +19,11 @@ use crate::shared::{RevocationKind, SourcePhase};
 const DRAIN_TURN: Duration = Duration::from_millis(5);
 
 impl CallbackContext {
+    /// Determines where each partition starts, and assigns the partitions.
     pub(super) fn assign(&self, consumer: &GroupConsumer, partitions: &TopicPartitionList) {
-        // A partition's queue is forwarded to the message queue before the assignment; otherwise its
-        // first messages arrive in librdkafka's main queue.
         let Some(queue) = self.queue() else {
-            // The client is closing: nothing more is read, and a closing client receives no
-            // committed offsets.
+            // The client is closing: it reads nothing more, and its requests for committed offsets
+            // get no response.
             return self.assign_partitions(consumer, partitions);
         };
         let mut assigned = partitions.clone();
@@ -40,6 +39,8 @@ impl CallbackContext {
         );
         let mut log_starts = start_position::log_starts(consumer, &starts, self.start, &mut budget);
         for (topic, partition, start) in starts {
+            // Before the assignment: otherwise the first messages arrive in librdkafka's main
+            // queue.
             if !queue.forward_partition(&topic, partition) {
                 tracing::error!(
                     topic,
@@ -51,7 +52,7 @@ impl CallbackContext {
             let mut state = self.shared.lock();
             state.assign(&topic, partition, start, log);
             if let Some(log_start) = log_starts.remove(&(topic.clone(), partition)) {
-                // Committed even if the partition is empty.
+                // The start offset is committed even if the partition is empty.
                 state.apply(&topic, partition, PartitionEvent::StartFound(log_start));
             }
             drop(state);
@@ -64,13 +65,14 @@ impl CallbackContext {
         }
         metrics::counter!(crate::metric::ASSIGNED).increment(partitions.count() as u64);
         self.assign_partitions(consumer, &assigned);
-        // librdkafka has no position yet in a partition that was just assigned. That shows that its
-        // next position is not left from an earlier assignment.
+        // In a partition that was just assigned, librdkafka has no position yet. Recorded now, this
+        // shows later that a reported position is not one of an earlier assignment.
         self.advance_past_transaction_markers(consumer);
     }
 
-    /// Logs and counts where reading starts, and halts the source with `OutOfRange::Error`. Returns the offset to assign; `None` if librdkafka starts at the
-    /// committed offset or as `auto.offset.reset` says.
+    /// Logs and counts where reading starts, and with `OutOfRange::Error` ends the source if the
+    /// topic was, or may have been, recreated. Returns the offset to assign; `None` if librdkafka
+    /// starts at the committed offset or as `auto.offset.reset` says.
     fn start_offset(&self, topic: &str, partition: i32, start: StartPosition) -> Option<Offset> {
         use StartPosition as S;
         let halts = self.out_of_range == OutOfRange::Error;
@@ -95,7 +97,7 @@ impl CallbackContext {
                 tracing::error!(
                     topic,
                     partition,
-                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning, with OutOfRange::Error after a restart; with IdSource::position(), give the consumer another .scope(…)"
+                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; with OutOfRange::Error the consumer ends, and reads from the beginning after a restart; with IdSource::position(), give the consumer another .scope(…)"
                 );
                 if halts {
                     self.halt(topic, partition, start_position::recreated(topic));
@@ -143,11 +145,12 @@ impl CallbackContext {
         );
     }
 
-    /// Waits for unsettled deliveries up to `drain_on_revoke` and stores the offsets. librdkafka
-    /// commits them when it unassigns the partitions, before another member is assigned them. Lost
-    /// partitions may already belong to another member, so nothing is awaited or committed.
+    /// Waits for unsettled deliveries up to `drain_on_revoke`, stores the offsets, and unassigns
+    /// the partitions. librdkafka commits stored offsets when it unassigns partitions, before
+    /// another member is assigned them. Lost partitions may already belong to another member, so
+    /// for these nothing is awaited or stored.
     pub(super) fn revoke(&self, consumer: &GroupConsumer, partitions: &TopicPartitionList) {
-        let revoked = names(partitions);
+        let revoked = topic_partitions(partitions);
         let kind = revocation_kind(consumer);
         let lost = kind == RevocationKind::Lost;
         let store = || commits::store(consumer, &self.shared);
@@ -155,7 +158,13 @@ impl CallbackContext {
             self.shared
                 .end_assignments(&revoked, kind, |epochs| self.drain(epochs), store);
         for (topic, partition) in &revoked {
-            tracing::info!(topic, partition, lost, unsettled, "partition revoked");
+            tracing::info!(
+                topic,
+                partition,
+                lost,
+                unsettled_of_all_revoked = unsettled,
+                "partition revoked"
+            );
         }
         metrics::counter!(crate::metric::REVOKED, "lost" => if lost { "yes" } else { "no" })
             .increment(revoked.len() as u64);
@@ -163,7 +172,7 @@ impl CallbackContext {
     }
 
     /// Waits until every delivery of these assignments is settled or released, up to
-    /// `drain_on_revoke`. Other partitions are read meanwhile.
+    /// `drain_on_revoke`. Other partitions are read while it waits.
     pub(super) fn drain(&self, epochs: &[u64]) {
         let end = Instant::now() + self.drain_timeout;
         while Instant::now() < end {
@@ -184,6 +193,7 @@ impl CallbackContext {
         );
     }
 
+    /// Unassigns the partitions, which ends the rebalance for this member.
     pub(super) fn unassign(&self, consumer: &GroupConsumer, partitions: &TopicPartitionList) {
         fault::point("kafka.unassign.before");
         let unassigned = match consumer.rebalance_protocol() {
@@ -198,7 +208,7 @@ impl CallbackContext {
     }
 }
 
-/// Whether the partitions still belong to this member when they are revoked.
+/// Whether the partitions that are being revoked still belong to this member.
 pub(super) fn revocation_kind(consumer: &GroupConsumer) -> RevocationKind {
     if consumer.assignment_lost() {
         RevocationKind::Lost
@@ -207,7 +217,7 @@ pub(super) fn revocation_kind(consumer: &GroupConsumer) -> RevocationKind {
     }
 }
 
-fn names(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
+fn topic_partitions(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
     partitions
         .elements()
         .iter()
@@ -224,7 +234,7 @@ mod tests {
     /// has read that topic.
     #[test]
     fn a_recreated_topic_starts_at_offset_0() {
-        let context = CallbackContext::alone(&Kafka::topic("t").brokers("b").group("g"));
+        let context = CallbackContext::with_new_state(&Kafka::topic("t").brokers("b").group("g"));
         let start_offset = |start| context.start_offset("t", 0, start);
         assert_eq!(
             start_offset(StartPosition::Recreated),

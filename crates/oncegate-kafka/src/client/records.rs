@@ -1,4 +1,4 @@
-//! Reads records and errors of partitions, and corrects librdkafka's position.
+//! Reads records and errors of partitions, and keeps librdkafka's position correct.
 
 use std::time::Duration;
 
@@ -16,8 +16,8 @@ use crate::partition::PartitionEvent;
 const SEEK_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl CallbackContext {
-    /// Reads one batch, or waits for `wait` if there is no message or no room for one. Does not serve
-    /// librdkafka's main queue, so it may run inside a rebalance.
+    /// Reads and processes one batch. Waits at most for `wait` if there is no message, or no room
+    /// for one. Does not serve librdkafka's main queue, so it may be called inside a rebalance.
     pub(super) fn read_batch(&self, wait: Duration) {
         let Some(queue) = self.queue() else {
             return self.shared.wait(wait);
@@ -26,7 +26,7 @@ impl CallbackContext {
         state.client.set_queue_length(queue.length());
         let (room, full_partitions) = (state.room(), state.full_partitions());
         drop(state);
-        queue.hold_back(full_partitions);
+        queue.forward_all_except(full_partitions);
         if room == 0 {
             return self.shared.wait(wait);
         }
@@ -36,12 +36,14 @@ impl CallbackContext {
         self.shared.lock().client.count_read(count as u64);
     }
 
+    /// Handles the errors of a batch, adds its records, and seeks where librdkafka's position is
+    /// wrong.
     pub(super) fn process_batch(&self, batch: RecordBatch, queue: &MessageQueue<Self>) {
         for error in &batch.errors {
             match unreadable(error) {
                 Some(source_error) => {
-                    // Before the records: the same batch may contain records after the unreadable
-                    // part.
+                    // The partition is halted before the records are added: the batch may contain
+                    // records from behind the unreadable part.
                     self.halt(&error.topic, error.partition, source_error);
                 }
                 // The polling thread handles the changed topic id later in this turn of its loop.
@@ -62,7 +64,8 @@ impl CallbackContext {
         }
         let restarted = self.shared.add_records(batch.records);
         self.count_expired(queue);
-        // After the records were added, because some of them precede the error.
+        // This runs after the records were added: some of them are before the error, and the seek
+        // is to the offset after the last one.
         let errors_with_offset = batch.errors.iter().filter(|error| error.offset >= 0);
         let error_positions =
             errors_with_offset.map(|error| (&*error.topic, error.partition, Some(error.offset)));
@@ -75,7 +78,7 @@ impl CallbackContext {
         }
     }
 
-    /// Ends the source with an error, and reads nothing more of the partition.
+    /// Ends the source with an error. No more records of the partition are added.
     pub(super) fn halt(&self, topic: &str, partition: i32, error: SourceError) {
         let mut state = self.shared.lock();
         state.apply(topic, partition, PartitionEvent::Halted);
@@ -83,11 +86,13 @@ impl CallbackContext {
         self.shared.fail(error);
     }
 
+    /// Counts and logs the messages that expired before they were read.
     fn count_expired(&self, queue: &MessageQueue<Self>) {
         let log_start_of = |topic: &str, partition| queue.log_start_offset(topic, partition);
         self.shared.lock().count_expired(log_start_of);
     }
 
+    /// Seeks librdkafka to an offset. Nothing changes if librdkafka rejects the seek.
     pub(super) fn seek(
         &self,
         consumer: &GroupConsumer,
@@ -105,8 +110,8 @@ impl CallbackContext {
         result
     }
 
-    /// Advances each partition to librdkafka's position, which also passes transaction markers. These
-    /// are not delivered as messages.
+    /// Advances each partition to librdkafka's position. That position also advances past
+    /// transaction markers, which librdkafka does not return as messages.
     pub(super) fn advance_past_transaction_markers(&self, consumer: &GroupConsumer) {
         let (Ok(positions), Some(queue)) = (consumer.position(), self.queue()) else {
             return;
@@ -124,7 +129,7 @@ impl CallbackContext {
         self.count_expired(&queue);
     }
 
-    /// Ends the source if the error is permanent. librdkafka retries all others, which are logged.
+    /// Ends the source if the error is permanent. Logs any other error; librdkafka retries.
     pub(super) fn handle_error(&self, code: RDKafkaErrorCode, subject: &str) {
         match permanent_error(code, subject) {
             Some(error) => self.shared.fail(error),
@@ -158,7 +163,8 @@ pub(super) fn permanent_error(code: RDKafkaErrorCode, subject: &str) -> Option<S
             "not allowed to use the group",
             "grant Read on the group",
         ),
-        // Permanent, because a replacement client and the other member would fence each other forever.
+        // Permanent, because a replacement client and the other member would fence each other
+        // repeatedly and without end.
         E::FencedInstanceId | E::Fenced => SourceError::misconfigured(
             "group.instance.id",
             "another member of the group uses the same instance id",
@@ -183,7 +189,8 @@ pub(super) fn permanent_error(code: RDKafkaErrorCode, subject: &str) -> Option<S
     })
 }
 
-/// The error of the source if this client can never read a part of a log; `None` for any other error.
+/// The error that ends the source if no client with these settings can read a part of a log; `None`
+/// for any other error.
 fn unreadable(error: &PartitionError) -> Option<SourceError> {
     use RDKafkaErrorCode as E;
     let PartitionError {

@@ -19,14 +19,16 @@ pub(crate) const UNLIMITED_RETENTION: [(&str, &str); 3] = [
     ("cleanup.policy", "delete"),
 ];
 
-/// Rejects dead-letter and in-doubt topics with limited retention, unless that is accepted. Warns if
-/// the deduplication window is longer than the retention of such a topic, or shorter than that of a
-/// topic that is read. `destinations` are the dead-letter and in-doubt topics: setting and name.
+/// Rejects dead-letter and in-doubt topics with limited retention, unless the settings accept it.
+/// Warns if the deduplication window is longer than the retention of a dead-letter or in-doubt
+/// topic, or shorter than the retention of a topic that is read. `destinations` are the dead-letter
+/// and in-doubt topics, each as setting and name.
 ///
-/// If the broker does not return a topic's configuration, that is logged once and is no error.
+/// If the broker does not return a topic's configuration, this is logged, and the topic is
+/// accepted.
 ///
 /// # Errors
-/// One of `destinations` has limited retention, and that is not accepted.
+/// One of `destinations` has limited retention, and the settings do not accept it.
 pub(crate) async fn check(
     kafka: &Kafka,
     client: impl FnOnce() -> Result<AdminClient<LogContext>, SourceError>,
@@ -77,14 +79,15 @@ pub(crate) async fn check(
 
 /// The retention settings of a topic.
 struct TopicConfig<'a> {
+    /// The setting that names the topic: `topic`, `dead_letters` or `in_doubt`.
     setting: &'a str,
     name: &'a str,
     /// For how long messages are retained; `None` without a time limit.
     retention: Option<Duration>,
-    /// The settings that limit retention, by time, size or compaction: each as it is, and with the
-    /// value that removes the limit.
+    /// The topic settings that limit retention, by time, size or compaction: each as `key=value`
+    /// with its value, and with the value that removes the limit.
     limiting_settings: Vec<(String, String)>,
-    /// The setting that `retention` comes from.
+    /// The topic setting that determines `retention`, as `key=value`.
     retention_setting: String,
 }
 
@@ -130,7 +133,7 @@ impl<'a> TopicConfig<'a> {
                 topic = name,
                 retention = retention_setting,
                 window = format_duration(window),
-                "topic retention shorter than the deduplication window: an id is rejected until the window ends, also after its dead \
+                "topic retention shorter than the deduplication window: the id of a dead letter is rejected until the window ends, also after the dead \
                  letter has expired; set retention.ms=-1 on the topic, or at least {}",
                 window.as_millis()
             );
@@ -156,6 +159,7 @@ impl LongRetention {
     }
 }
 
+/// The topics that retain messages for longer than the window; `None` if there are none.
 fn retained_longer_than<'a>(
     window: Duration,
     topics: impl Iterator<Item = &'a TopicConfig<'a>>,
@@ -183,7 +187,8 @@ fn retained_longer_than<'a>(
     (!topics.is_empty()).then_some(LongRetention { topics, longest })
 }
 
-/// Fetches the configurations; logs once for which topics the broker returned none.
+/// Fetches the configurations of topics, given as setting and name. Logs the topics whose
+/// configuration the broker did not return.
 async fn describe<'a>(
     admin: &AdminClient<LogContext>,
     topics: &[(&'a str, &'a str)],
@@ -278,6 +283,7 @@ fn format_duration(time: Duration) -> String {
     }
 }
 
+/// Whether this value of a topic setting limits retention. `unlimited` is the value that does not.
 fn limits_retention(key: &str, value: &str, unlimited: &str) -> bool {
     match key {
         "cleanup.policy" => value.contains("compact"),
@@ -285,6 +291,7 @@ fn limits_retention(key: &str, value: &str, unlimited: &str) -> bool {
     }
 }
 
+/// The error for a dead-letter or in-doubt topic with limited retention.
 fn limited_retention(kafka: &Kafka, topic: &TopicConfig<'_>) -> SourceError {
     let TopicConfig {
         setting,

@@ -6,15 +6,16 @@ use std::time::{Duration, Instant};
 
 use crate::shared::ReadProgress;
 
-/// How often the whole message queue must have been read before a partition counts as stalled.
-/// librdkafka fetches for all partitions when the queue is short. The first time may read only
-/// messages that were fetched before the partition had new ones, the second time reads those fetched
-/// after it had, and one check may come between the arrival of a response and its reading.
+/// How many times the whole message queue must have been read before a partition counts as stalled.
+/// librdkafka fetches for all partitions when the queue is short. The first time, the queue may
+/// have only messages that were fetched before the partition had new ones. The second time, it has
+/// the new messages. The third time covers a fetch response that arrived while the queue was read.
 const REQUIRED_QUEUE_READS: u32 = 3;
-/// How often the time limit of a partition is doubled at most: up to 64 times `stalled_after`.
+/// Maximum number of times that the time limit of a partition is doubled: up to 64 times
+/// `stalled_after`.
 const MAX_DOUBLINGS: u32 = 6;
 
-/// The results of earlier checks.
+/// Detects stalled partitions, from the results of this and earlier checks.
 #[derive(Default)]
 pub(super) struct StallDetector {
     /// The candidates, by assignment epoch.
@@ -23,33 +24,34 @@ pub(super) struct StallDetector {
     backoffs: HashMap<(Arc<str>, i32), ReplacementBackoff>,
 }
 
-/// The backoff of a partition whose client was replaced and that has made no progress since. Its
-/// fetches may only be slow, and each replacement starts them again, so each client gets twice the
-/// time of the one before.
+/// The backoff of a partition that has made no progress since its client was replaced. The fetches
+/// of the partition may only be slow, and each replacement restarts them, so each client gets twice
+/// the time of the one before.
 #[derive(Clone, Copy, Debug, Default)]
 struct ReplacementBackoff {
     /// The position at the last replacement.
     position: Option<i64>,
-    /// How often the time limit is doubled.
+    /// How many times the time limit is doubled.
     doublings: u32,
 }
 
 /// A partition with unread messages that makes no progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct StallCandidate {
+    /// Since when the partition has made no progress.
     since: Instant,
     position: Option<i64>,
     /// The log end at `since`.
     end: i64,
-    /// How often the whole message queue has been read since.
+    /// How many times the whole message queue has been read since then.
     queue_reads: u32,
-    /// The polling thread's progress when the last of these started.
+    /// The polling thread's progress at the start of the current reading of the whole queue.
     queue_read_start: ReadProgress,
 }
 
 impl StallCandidate {
-    /// Updates the candidate of a partition that was read to `position` and whose log ends at `end`;
-    /// `None` if all was read.
+    /// Updates the candidate of a partition that was read to `position` and whose log ends at
+    /// `end`; `None` if all was read.
     fn next(
         before: Option<Self>,
         position: Option<i64>,
@@ -76,9 +78,10 @@ impl StallCandidate {
         Some(next)
     }
 
-    /// Whether the partition made no progress for `after` although its log grew and the message queue
-    /// was read completely [`REQUIRED_QUEUE_READS`] times. A log that does not grow may end with
-    /// transaction markers, and a queue that is not read for lack of room does not count.
+    /// Whether the partition has made no progress for `after` although its log grew and the message
+    /// queue was read completely [`REQUIRED_QUEUE_READS`] times. A log that does not grow is no
+    /// sign of a stall, because its unread offsets may be transaction markers. Nor is a queue that
+    /// is not read, because the source may have no room.
     fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
         end > self.end
             && self.queue_reads >= REQUIRED_QUEUE_READS
@@ -88,7 +91,7 @@ impl StallCandidate {
 
 impl StallDetector {
     /// Checks partitions, given as assignment epoch, topic, partition and position, and returns a
-    /// description of each that is stalled. One whose log end is unknown stays a candidate.
+    /// description of each that is stalled. A candidate whose log end is unknown stays a candidate.
     pub(super) fn check(
         &mut self,
         partitions: Vec<(u64, Arc<str>, i32, Option<i64>)>,
@@ -112,7 +115,7 @@ impl StallDetector {
                 candidates.insert(epoch, next);
                 continue;
             }
-            // No candidate any more: the measurement starts again.
+            // The partition is no candidate any more, so that its measurement starts again.
             stalled.push(format!(
                 "no progress on {topic}/{partition} at offset {position:?} for {time_limit:?}, while its log has grown to {end}"
             ));

@@ -1,4 +1,4 @@
-//! Committed offsets, and the start position of each assigned partition.
+//! Fetches committed offsets, and determines the start position of each assigned partition.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
@@ -19,9 +19,9 @@ use crate::settings::StartAt;
 /// A partition and its start position.
 pub(crate) type PartitionStart = (String, i32, StartPosition);
 
-/// Returns the start position of each of these partitions. Committed offsets that are not received
-/// within the time budget are `Unknown`. `forward_log` forwards librdkafka's log, which contains
-/// the topic ids.
+/// Returns the start position of each of these partitions: `Unknown` if its committed offset is not
+/// received within the time budget. `forward_log` passes librdkafka's log lines, which contain the
+/// topic ids, to `topics`.
 pub(crate) fn start_positions<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     partitions: &TopicPartitionList,
@@ -32,7 +32,8 @@ pub(crate) fn start_positions<C: ConsumerContext>(
     let committed = budget.retry("committed offsets", |budget| {
         committed(consumer, partitions.clone(), budget)
     });
-    // Another member may have committed a newer topic id than this client has received.
+    // Another member may have committed a newer topic id than this client has received. So the
+    // topics whose committed id differs from the received one are requested again.
     forward_log();
     let to_verify = committed
         .iter()
@@ -44,8 +45,8 @@ pub(crate) fn start_positions<C: ConsumerContext>(
         });
         forward_log();
     }
-    // The cluster id is read after the topic ids, so that it is not older than they are. A member of
-    // a group has received metadata, so the cluster id is available without waiting.
+    // The cluster id is read after the topic ids, so that it is not older than the topic ids. A
+    // member of a group has received metadata, so the cluster id is available without waiting.
     topics.compare(cluster_id::fetch(consumer, Duration::ZERO));
     let committed_of = |it: &TopicPartitionListElem<'_>| {
         committed
@@ -54,7 +55,7 @@ pub(crate) fn start_positions<C: ConsumerContext>(
     };
     let start = |it: &TopicPartitionListElem<'_>| match committed_of(it) {
         None => StartPosition::Unknown,
-        // Kafka deletes the offsets of a topic with the topic.
+        // Kafka deletes the committed offsets of a topic with the topic.
         Some(None) if topics.was_recreated(it.topic()) => StartPosition::Recreated,
         Some(None) => StartPosition::NoOffset,
         Some(Some(committed)) => start_position(
@@ -98,8 +99,8 @@ pub(crate) fn start_positions<C: ConsumerContext>(
 /// Fetches the log start offset of each partition that is read from its beginning without a
 /// committed offset. Empty if no broker answers within the time budget.
 ///
-/// The assignment commits these offsets. If only partitions with messages had a committed offset, the
-/// next assignment would treat the empty ones as added partitions.
+/// The assignment commits these offsets. Otherwise only partitions with messages would get a
+/// committed offset, and the next assignment would treat empty partitions as added ones.
 pub(crate) fn log_starts<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     starts: &[PartitionStart],
@@ -113,7 +114,7 @@ pub(crate) fn log_starts<C: ConsumerContext>(
     let mut list = TopicPartitionList::new();
     for (topic, partition, start) in starts {
         if is_read_from_beginning(*start) {
-            // As a timestamp, `Beginning` (-2) is Kafka's request for the log start offset.
+            // The value of `Beginning`, -2, is the timestamp that requests the log start offset.
             log_error(
                 "cannot request the log start offset of a partition",
                 list.add_partition_offset(topic, *partition, Offset::Beginning),
@@ -156,7 +157,7 @@ fn start_position(
     let cluster_of = |it: Option<&TopicIdentity>| it.and_then(|it| it.cluster_id.clone());
     let (cluster, committed_cluster) =
         (cluster_of(current), cluster_of(committed.identity.as_ref()));
-    let start = StartPosition::at(committed, current);
+    let start = StartPosition::from_committed(committed, current);
     match start {
         StartPosition::Replica(_) => tracing::warn!(
             topic,
@@ -174,16 +175,16 @@ fn start_position(
             offset,
             cluster = cluster.as_deref(),
             committed_cluster = committed_cluster.as_deref(),
-            "topic id differs and a cluster id is unknown: the topic is a replica or was deleted and created again; the committed \
-             offset is kept; if the topic was created again, reset the group's offsets: kafka-consumer-groups.sh --reset-offsets"
+            "topic id differs and a cluster id is unknown: the topic is a replica or was deleted and created again; reading continues at the \
+             committed offset; if the topic was created again, reset the group's offsets: kafka-consumer-groups.sh --reset-offsets"
         ),
         _ => {}
     }
     start
 }
 
-/// The topics whose committed offset names another topic id than this client has received. Either of
-/// the two ids may be the newer one.
+/// The topics with a committed offset whose metadata has another topic id than this client has
+/// received. Either id may be the newer one.
 fn topics_to_verify(committed: &CommittedOffsets, topics: &TopicIds) -> BTreeSet<String> {
     let differs = |topic: &str, it: &Option<CommittedOffset>| {
         let committed = it.as_ref().and_then(|it| it.identity.as_ref());
@@ -200,9 +201,9 @@ fn topics_to_verify(committed: &CommittedOffsets, topics: &TopicIds) -> BTreeSet
         .collect()
 }
 
-/// Determines the start of the partitions without an offset from the group's offsets of the other
-/// partitions of their topics. If the second response has an offset for the partition itself, the
-/// partition starts there.
+/// Determines the start of the partitions without a committed offset, from the committed offsets of
+/// all partitions of their topics, which are requested here. If this response has an offset for
+/// such a partition itself, the partition starts at this offset.
 fn mark_added(
     starts: &mut [PartitionStart],
     budget: &mut TimeBudget<'_>,
@@ -252,8 +253,8 @@ fn mark_added(
     }
 }
 
-/// The coordinator's answer for each partition: its committed offset, or `None` if it has none. A
-/// partition that is missing here has an unknown offset.
+/// The coordinator's answer for each partition: its committed offset, or `None` if it has none. The
+/// offset of a partition without an entry is unknown.
 type CommittedOffsets = HashMap<(String, i32), Option<CommittedOffset>>;
 
 /// Fetches the committed offsets of these partitions.
@@ -276,8 +277,8 @@ fn committed<C: ConsumerContext>(
             Err(error) if error.rdkafka_error_code().is_some_and(is_transient) => {
                 return Err(error);
             }
-            // Left out, because the element looks like a partition without an offset. librdkafka
-            // fetches the offset itself before it reads the partition.
+            // The partition gets no entry, because the element looks like that of a partition
+            // without a committed offset. librdkafka fetches the offset itself before it reads.
             Err(error) => {
                 tracing::warn!(%error, topic = it.topic(), partition = it.partition(), "cannot fetch the committed offset of the partition; librdkafka fetches it before it reads; check the group coordinator, and the rights Read on the group and Describe on the topic");
             }
@@ -296,9 +297,11 @@ fn parse_committed(it: &TopicPartitionListElem<'_>) -> Option<CommittedOffset> {
     })
 }
 
-/// The error of a partition whose offset is not in the log, if the policy is to end the source. If
-/// the error names no offset, the log was truncated while it was read, or the group has no committed
-/// offset; `position`, this member's position, distinguishes the two.
+/// The error that ends the source if the offset of a partition is not in the log and the policy is
+/// `OutOfRange::Error`. If `error` has no offset, the log was truncated while it was read, or the
+/// group has no committed offset. `position` distinguishes the two: it is this member's position in
+/// the partition, or `None` if the member has read no message and did not start at a committed
+/// offset.
 pub(crate) fn out_of_range<C: ConsumerContext>(
     queue: &MessageQueue<C>,
     error: &PartitionError,
@@ -329,7 +332,7 @@ pub(crate) fn out_of_range<C: ConsumerContext>(
     )
 }
 
-/// The error of a group whose topic was recreated.
+/// The error that ends the source if the topic was recreated and the policy is `OutOfRange::Error`.
 pub(crate) fn recreated(topic: &str) -> SourceError {
     SourceError::misconfigured(
         "out_of_range",
@@ -340,13 +343,14 @@ pub(crate) fn recreated(topic: &str) -> SourceError {
     )
 }
 
-/// The error of a group whose committed offset belongs either to a deleted topic or to a replica.
+/// The error that ends the source if the committed offset belongs either to a deleted topic or to
+/// the original of a replica, and the policy is `OutOfRange::Error`.
 pub(crate) fn ambiguous(topic: &str, partition: i32, offset: i64) -> SourceError {
     SourceError::misconfigured(
         "out_of_range",
         format!(
             "the group's offset {offset} of {topic}/{partition} was committed for a topic with another id, and a cluster id is \
-             unknown: `{topic}` is a replica of it, or was deleted and created again"
+             unknown: `{topic}` is a replica of that topic, or was deleted and created again"
         ),
         "reset the group's offsets: kafka-consumer-groups.sh --reset-offsets; or use OutOfRange::Earliest, which keeps the offset",
     )
@@ -383,8 +387,8 @@ mod tests {
         }
     }
 
-    /// Where partitions without an offset start, given what the group has committed for the two
-    /// partitions of `t0` and of `t1`.
+    /// The start positions that `mark_added` determines. The topics `t0` and `t1` have two
+    /// partitions each, of which the group has committed offset 7 for those in `committed`.
     fn marked(
         starts: &mut [PartitionStart],
         committed: impl IntoIterator<Item = (&'static str, i32, Option<TopicIdentity>)>,
@@ -476,7 +480,7 @@ mod tests {
     /// A client of librdkafka's mock cluster, with a queue for its log.
     fn client(brokers: &str) -> (Arc<GroupConsumer>, MessageQueue<CallbackContext>) {
         let kafka = crate::Kafka::topic("t").brokers(brokers).group("g");
-        let consumer = CallbackContext::alone(&kafka).consumer(&kafka);
+        let consumer = CallbackContext::with_new_state(&kafka).consumer(&kafka);
         let consumer = Arc::new(consumer.expect("a client"));
         let queue = MessageQueue::new(&consumer).expect("memory");
         (consumer, queue)
@@ -513,7 +517,7 @@ mod tests {
         identity
     }
 
-    /// The start position for a client that has seen this topic id, or no topic id.
+    /// The start position of partition 0 for a client that has seen this topic id, or no topic id.
     fn start_position_for(brokers: &str, known_id: Option<&str>) -> StartPosition {
         let (consumer, queue) = client(brokers);
         let topics = &consumer.context().topics;
@@ -606,8 +610,9 @@ mod tests {
         );
     }
 
-    /// A rebalance waits behind everything in the main queue. For a topic with many partitions, one
-    /// of them without a leader, there are more log lines than are served per turn.
+    /// librdkafka serves a rebalance after all earlier events of the main queue. For a topic with
+    /// many partitions, one of them without a leader, librdkafka writes more log lines than one
+    /// turn of the polling loop serves events.
     #[test]
     fn log_lines_do_not_delay_rebalances() {
         let cluster = MockCluster::new(1).expect("a broker");

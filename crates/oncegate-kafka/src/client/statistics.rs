@@ -1,11 +1,12 @@
 //! librdkafka's statistics, from which only the state of the group coordinator is used.
 //!
-//! librdkafka's error events report once that no broker is reachable, and never that one is
-//! reachable again or that the coordinator is not.
+//! Error events are not sufficient: they report once that no broker is reachable, but never that a
+//! broker is reachable again, nor that the coordinator is not reachable.
 //!
 //! # Workaround
-//! - *Symptom:* the statistics are not valid JSON if a name contains a quote, so this module searches
-//!   for one field. *Version:* librdkafka 2.12.1.
+//! - *Symptom:* the statistics are not valid JSON if a name contains a quote. *Version:* librdkafka
+//!   2.12.1.
+//! - *Workaround:* this module searches for the one field that it needs, instead of parsing.
 //! - *Upstream:* `docs/upstream/librdkafka-statistics-escaping.md`.
 //! - *Test:* `only_statistics_with_another_state_than_up_count_as_disconnected`.
 //! - *May stay:* a search also costs less than parsing.
@@ -21,7 +22,8 @@ const CGRP_STATE: &[u8] = br#""cgrp": { "state": ""#;
 /// Whether the client is connected to its group coordinator. Statistics without the state count as
 /// connected.
 pub(crate) fn is_coordinator_up(statistics: &[u8]) -> bool {
-    // Searched from the end, where the state is: the statistics have about 1 KB per partition.
+    // The search begins at the end, because the state is near it, and the statistics have about 1
+    // KB per partition.
     let at = statistics
         .windows(CGRP_STATE.len())
         .rposition(|it| it == CGRP_STATE);

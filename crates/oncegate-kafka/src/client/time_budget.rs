@@ -1,4 +1,4 @@
-//! The time and the retries of the requests that a rebalance waits for.
+//! Limits the time of the requests that a rebalance waits for, and retries them.
 
 use std::time::{Duration, Instant};
 
@@ -26,8 +26,8 @@ impl<'a> TimeBudget<'a> {
         }
     }
 
-    /// Runs one request, with its timeout as the argument. `None` without a request if no time remains
-    /// or the budget is cancelled.
+    /// Runs one request, with its timeout as the argument. Runs nothing and returns `None` if no
+    /// time remains or the budget is cancelled.
     pub(super) fn request<T>(&mut self, send: impl FnOnce(Duration) -> T) -> Option<T> {
         if self.remaining.is_zero() || (self.is_cancelled)() {
             return None;
@@ -38,7 +38,8 @@ impl<'a> TimeBudget<'a> {
         Some(answer)
     }
 
-    /// Repeats a request until it succeeds, fails permanently, or the budget allows no more.
+    /// Repeats a request until it succeeds. Returns `None` after a permanent error, or if the
+    /// budget allows no further request.
     pub(super) fn retry<T>(
         &mut self,
         name: &str,
@@ -69,7 +70,7 @@ impl<'a> TimeBudget<'a> {
     }
 }
 
-/// Whether a request that failed with this code may soon succeed.
+/// Whether a request that failed with this code may succeed if it is repeated.
 pub(super) fn is_transient(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     let coordinator = [

@@ -7,26 +7,28 @@ use super::lock;
 use super::topic_id_log::{IdChange, NO_ID};
 use crate::partition::{LogIdentity, PositionIds, StartPosition, TopicIdentity, TopicMatch};
 
-/// The topic ids from librdkafka's log, and the changes among them. Kafka assigns each topic an id
-/// when it is created.
+/// The topic ids from librdkafka's log, and which of them have changed. Kafka assigns each topic an
+/// id when it is created.
 ///
-/// Clones share the state: a replacement client has seen no topic id yet, and a topic may be
-/// recreated between the two clients.
+/// Clones share the state, so that a replacement client has the topic ids of the replaced one: a
+/// topic may be recreated after the old client ends and before the new one starts.
 #[derive(Clone, Default)]
 pub(crate) struct TopicIds(Arc<Mutex<TopicIdState>>);
 
 #[derive(Default)]
 struct TopicIdState {
+    /// The last topic id that librdkafka logged, by topic.
     ids: HashMap<String, Arc<str>>,
     /// The cluster id that was last read from librdkafka.
     cluster_id: Option<Arc<str>>,
-    /// Changed topic ids that are not compared yet, each with the identity before the change.
+    /// Topics with a changed id that [`TopicIds::compare`] has not handled yet, each with its
+    /// identity before the change.
     changes: Vec<(String, TopicIdentity)>,
     /// Topics that were recreated, for [`TopicIds::take_recreated`].
     recreated: Vec<String>,
     /// Topics whose id has changed because the brokers are, or may be, those of another cluster.
     cluster_changed: Vec<String>,
-    /// The result of the last comparison, for each topic whose id has ever changed.
+    /// The result of the last comparison, for each topic whose id has changed since the start.
     compared: HashMap<String, TopicMatch>,
 }
 
@@ -59,7 +61,7 @@ impl TopicIds {
         }
     }
 
-    /// A topic with a changed id that is not compared yet.
+    /// A topic with a changed id that [`compare`](Self::compare) has not handled yet.
     pub(crate) fn changed(&self) -> Option<String> {
         self.lock().changes.first().map(|(topic, _)| topic.clone())
     }
@@ -85,7 +87,7 @@ impl TopicIds {
         }
     }
 
-    /// Whether a cluster id was read.
+    /// Whether the last [`compare`](Self::compare) was given a cluster id.
     pub(crate) fn knows_cluster(&self) -> bool {
         self.lock().cluster_id.is_some()
     }
@@ -96,8 +98,8 @@ impl TopicIds {
     }
 
     /// The log identity of a partition that starts at `start`. Once a topic's id has changed,
-    /// positions may repeat in each later assignment too: the one right after the change may have been
-    /// lost before it read anything.
+    /// offsets may repeat in every later assignment, not only in the first one: this member may
+    /// have lost the first one before it read a message.
     pub(crate) fn log(&self, topic: &str, start: StartPosition) -> LogIdentity {
         let is_other_topic = matches!(
             start,
@@ -106,7 +108,7 @@ impl TopicIds {
         let may_repeat = is_other_topic || self.lock().compared.contains_key(topic);
         LogIdentity {
             identity: self.identity(topic),
-            ids: if may_repeat {
+            position_ids: if may_repeat {
                 PositionIds::RECREATED
             } else {
                 PositionIds::Unique
@@ -162,7 +164,7 @@ mod tests {
         Some(topics.identity("a.Topic")?.topic_id)
     }
 
-    /// Topic ids after a change that is compared with this cluster id.
+    /// The topic ids of a client whose topic has changed its id, compared with this cluster id.
     fn changed(cluster_id: Option<&str>) -> TopicIds {
         let topics = TopicIds::default();
         topics.on_log_line(&line(NO_ID, FIRST));
@@ -188,13 +190,15 @@ mod tests {
         topics.compare(cluster_id.map(str::to_owned));
         assert!(topics.is_change_pending("a.Topic") && topics.changed().is_none());
         assert_eq!(
-            topics.log("a.Topic", StartPosition::Committed(0)).ids,
+            topics
+                .log("a.Topic", StartPosition::Committed(0))
+                .position_ids,
             PositionIds::RECREATED
         );
         assert_eq!(
             (
-                topics.log("a", StartPosition::Committed(0)).ids,
-                topics.log("a", StartPosition::Recreated).ids
+                topics.log("a", StartPosition::Committed(0)).position_ids,
+                topics.log("a", StartPosition::Recreated).position_ids
             ),
             (PositionIds::Unique, PositionIds::RECREATED)
         );

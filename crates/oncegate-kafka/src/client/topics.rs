@@ -23,10 +23,12 @@ const POLL_TIMEOUT: Duration = Duration::from_millis(10);
 /// The first and the longest pause between requests.
 const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
-/// How often a missing topic is looked up again. Not every broker knows a topic that was just created.
+/// How many times a missing topic is looked up again. Not every broker knows a topic that was just
+/// created.
 const MISSING_RETRIES: u32 = 3;
 
-/// After how many connection failures the client is replaced. It may have lost its broker metadata.
+/// After this many connection failures the client is replaced, because it may have lost its broker
+/// metadata (see `lost_metadata`).
 const FAILURES_PER_CLIENT: u32 = 3;
 
 /// Whether a topic exists.
@@ -39,7 +41,7 @@ enum TopicPresence {
     },
 }
 
-/// The command that creates a topic. `options` are further options of the command.
+/// The text of the command that creates a topic. `options` are further options of the command.
 pub(super) fn create_command(kafka: &Kafka, name: &str, replicas: usize, options: &str) -> String {
     format!(
         "kafka-topics.sh --bootstrap-server {} --create --topic {name} --replication-factor {replicas}{options} (`kafka-topics` in some packages; \
@@ -54,8 +56,8 @@ pub(super) fn replicas(brokers: usize) -> usize {
 }
 
 /// Waits for a broker, then checks every topic, and creates missing dead-letter and in-doubt topics
-/// if that is configured. Returns the consumer of the last request: `consumer`, or one of
-/// `new_consumer` that has replaced it.
+/// if [`TopicCreation`] says so. Returns the consumer that has sent the last request: `consumer`,
+/// or one that `new_consumer` has created because requests failed.
 ///
 /// The requests come from a consumer, because a producer's metadata request would create the topic
 /// on brokers with `auto.create.topics.enable`.
@@ -165,7 +167,7 @@ async fn find_topic(
             }
             Ok(presence) => return Ok((consumer, presence)),
             Err(code) => {
-                classify_error(&consumer, code, &topic, connection_errors)?;
+                fail_if_permanent(&consumer, code, &topic, connection_errors)?;
                 failures += u32::from(error::is_connection(code));
                 if failures == FAILURES_PER_CLIENT {
                     failures = 0;
@@ -180,14 +182,19 @@ async fn find_topic(
     }
 }
 
+/// Requests the metadata of a topic, and serves the client's errors and log lines meanwhile.
+///
+/// # Errors
+/// The code of the failed request, or the topic's error code, unless that says that the topic is
+/// missing.
 fn fetch_presence(
     consumer: &GroupConsumer,
     topic: &str,
 ) -> Result<TopicPresence, RDKafkaErrorCode> {
     let metadata = std::thread::scope(|scope| {
         let request = scope.spawn(|| consumer.fetch_metadata(Some(topic), REQUEST_TIMEOUT));
-        // The polling thread does not run yet, so errors and log lines are served here: a connection
-        // error must be logged before the request times out.
+        // The polling thread does not run yet, so this loop serves errors and log lines. A
+        // connection error is then logged before the request times out.
         while !request.is_finished() {
             while consumer.poll(POLL_TIMEOUT).is_some() {}
         }
@@ -217,7 +224,7 @@ fn fetch_presence(
 ///
 /// # Errors
 /// A permanent error.
-fn classify_error(
+fn fail_if_permanent(
     consumer: &GroupConsumer,
     code: RDKafkaErrorCode,
     topic: &str,
@@ -238,8 +245,8 @@ fn classify_error(
     match code {
         E::TopicAuthorizationFailed => Err(SourceError::misconfigured(
             "topic",
-            format!("not allowed to see the topic `{topic}`"),
-            "grant Describe and Read on it",
+            format!("not allowed to describe the topic `{topic}`"),
+            "grant Describe and Read on the topic",
         )),
         E::InvalidTopic => Err(SourceError::misconfigured(
             "topic",
@@ -270,6 +277,7 @@ fn admin(
         .map_err(error::from_config)
 }
 
+/// Creates a dead-letter or in-doubt topic with unlimited retention. Does nothing if it exists.
 async fn create(
     admin: &AdminClient<LogContext>,
     setting: &str,
@@ -322,9 +330,9 @@ mod tests {
         let brokers = cluster.bootstrap_servers();
         let client = |brokers: &str| {
             let kafka = Kafka::topic("t").brokers(brokers).group("g");
-            CallbackContext::alone(&kafka).consumer(&kafka)
+            CallbackContext::with_new_state(&kafka).consumer(&kafka)
         };
-        // Requests of this client fail, like those of one that has lost its broker metadata.
+        // Requests of this client fail, as after a loss of its broker metadata.
         let (first, connection_errors) = (
             client("127.0.0.1:1").expect("a client"),
             ConnectionErrors::new("127.0.0.1:1"),

@@ -1,5 +1,5 @@
-//! Watches the partitions with a second client: their lag, and whether the consumer's client still
-//! reads them.
+//! Watches the assigned partitions with a second client: measures their lag, and detects that the
+//! consumer's client does not read them or has lost its broker metadata.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -18,20 +18,21 @@ use crate::shared::{SharedState, SourcePhase};
 
 /// Maximum pause between two checks of the partitions.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
-/// How long one turn of the loop waits, and so how often the thread checks whether the source closes.
+/// How long one turn of the loop waits. Once per turn, the thread checks whether the source closes.
 const TURN: Duration = Duration::from_millis(200);
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
-/// Timeout of a probe by a fresh client: to log in, to find the group coordinator, to log in there,
-/// and to receive the response.
+/// Timeout of a probe by a new client: to log in to a broker, to find the group coordinator, to log
+/// in to the coordinator, and to receive the response.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
-/// After how long without the group coordinator a warning is logged, and how often from then on.
+/// A warning is logged after this time without the group coordinator, and then at this interval.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// After this many consecutive requests for a log end have failed, a check sends no further ones:
 /// most likely no broker answers, and each request would take its full timeout.
 const MAX_CONSECUTIVE_FAILURES: usize = 3;
-/// Checks each partition periodically with its own client, because the watched client may be the
-/// one at fault. Runs on its own thread.
+
+/// Checks each partition periodically, until the source closes. Uses a client of its own, because
+/// the watched client may be defective. Runs on its own thread.
 pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<ConnectionErrors>) {
     let (config, stalled_after) = (kafka.watch_config(), kafka.stalled_after);
     let new_client = || {
@@ -67,28 +68,31 @@ pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<C
             );
             missing_topics.check(&client, shared);
             last_check = Some(Instant::now());
-            // This client itself may have lost its broker metadata.
+            // The watching client, too, may have lost its broker metadata.
             if watch.got_no_answer()
                 && let Ok(replacement) = new_client()
             {
                 client = replacement;
             }
         }
-        let without_group_since = shared.lock().client.without_group_since();
-        if lost_metadata.check(without_group_since, Instant::now, || {
+        let without_coordinator_since = shared.lock().client.without_coordinator_since();
+        if lost_metadata.check(without_coordinator_since, Instant::now, || {
             new_client().is_ok_and(|client| reaches_coordinator(&client, &kafka.topics[0]))
-        }) && let Some(without_group_since) = without_group_since
+        }) && let Some(without_coordinator_since) = without_coordinator_since
         {
             shared
                 .lock()
                 .client
-                .suspect_lost_metadata(without_group_since, Instant::now());
+                .suspect_lost_metadata(without_coordinator_since, Instant::now());
         }
-        // No fresh client reaches the coordinator either: otherwise the consumer's client would have
-        // been replaced by now.
-        if let Some(elapsed) = without_group_since.map(|at| at.elapsed()).filter(|it| {
-            *it >= LOG_INTERVAL && logged_at.is_none_or(|at| at.elapsed() >= LOG_INTERVAL)
-        }) {
+        // After this time, no new client reaches the coordinator either: otherwise the consumer's
+        // client would have been replaced.
+        if let Some(elapsed) = without_coordinator_since
+            .map(|at| at.elapsed())
+            .filter(|it| {
+                *it >= LOG_INTERVAL && logged_at.is_none_or(|at| at.elapsed() >= LOG_INTERVAL)
+            })
+        {
             tracing::warn!(
                 group = kafka.group,
                 seconds = elapsed.as_secs(),
@@ -129,21 +133,21 @@ impl From<Option<i64>> for LogEnd {
     }
 }
 
-/// The results of earlier checks.
+/// Checks the partitions, and keeps the results of earlier checks.
 #[derive(Default)]
 struct PartitionWatch {
     stalls: StallDetector,
-    /// Partitions with gauges.
+    /// Partitions whose gauges were set at the last check.
     gauges: HashSet<(String, i32)>,
-    /// Partitions whose log end no broker returned at the last check.
+    /// Partitions whose log end no broker returned when it was last requested.
     without_log_end: HashSet<(String, i32)>,
     /// Whether no broker returned the log end of any partition at the last check.
     got_no_answer: bool,
 }
 
 impl PartitionWatch {
-    /// Fetches the log ends with `end_of`, which may fail, and requests a replacement for stalled
-    /// partitions.
+    /// Fetches the log ends with `end_of`, updates the gauges, and requests a replacement of the
+    /// client if a partition is stalled.
     fn check<E: Into<LogEnd>>(
         &mut self,
         end_of: impl FnMut(&str, i32) -> E,
@@ -153,7 +157,8 @@ impl PartitionWatch {
         self.check_at(Instant::now, end_of, shared, stalled_after);
     }
 
-    /// Like [`check`](Self::check), at the time that `clock` returns after all requests.
+    /// Like [`check`](Self::check). `clock` returns the current time, and is called after all
+    /// requests.
     fn check_at<E: Into<LogEnd>>(
         &mut self,
         clock: impl FnOnce() -> Instant,
@@ -182,8 +187,8 @@ impl PartitionWatch {
         self.got_no_answer
     }
 
-    /// Fetches the log ends. A partition without a leader, whose request takes the full timeout, is
-    /// logged once and requested last, so that it delays no other partition.
+    /// Fetches the log ends. The request for a partition without a leader takes its full timeout,
+    /// so it is logged once, and from the next check on sent last, to delay no other partition.
     fn fetch_log_ends<E: Into<LogEnd>>(
         &mut self,
         mut partitions: Vec<(String, i32)>,
@@ -204,7 +209,7 @@ impl PartitionWatch {
                     self.without_log_end.remove(&it);
                     log_ends.insert(it, end);
                 }
-                // A broker answered; the topic's own line names the remedy.
+                // A broker answered. `missing_topics` logs the topic, with the remedy.
                 LogEnd::Missing => {
                     (failures, missing) = (0, true);
                     shared.lock().client.suspect_missing_topic(true);
@@ -228,8 +233,8 @@ impl PartitionWatch {
         log_ends
     }
 
-    /// Sets the gauges of assigned partitions, and those of revoked ones to 0. The lag gauge of a
-    /// partition is set once the lag is known.
+    /// Sets the gauges of assigned partitions, and sets the gauges of revoked partitions to 0. The
+    /// lag gauge of a partition is set once the lag is known.
     fn set_gauges(&mut self, shared: &SharedState) {
         let status = shared.lock().status();
         metrics::gauge!(crate::metric::PARTITIONS).set(status.len() as f64);
@@ -289,7 +294,7 @@ mod tests {
     use crate::partition::StartPosition;
     use crate::shared::tests::{assign, record};
 
-    /// A topic with this many partitions, each read to offset 5.
+    /// The state of a source with this many partitions, each read to offset 5.
     fn shared(partitions: i32) -> SharedState {
         let shared: SharedState = SharedState::default();
         for partition in 0..partitions {
@@ -301,7 +306,7 @@ mod tests {
 
     const AFTER: Duration = Duration::from_secs(1);
 
-    /// Records this length of the message queue, as the polling thread does.
+    /// Sets the length of the message queue, as the polling thread does.
     fn queue_length(shared: &SharedState, queued: u64) {
         shared.lock().client.set_queue_length(queued);
     }
@@ -332,7 +337,7 @@ mod tests {
                 shared
                     .lock()
                     .client
-                    .record_group_state(false, Instant::now());
+                    .record_coordinator_state(false, Instant::now());
                 std::thread::sleep(Duration::from_millis(200));
             }
             shared.enter(SourcePhase::Closing);
@@ -383,7 +388,7 @@ mod tests {
             assert_eq!(lag_after(Some(9)), lag(5.0));
             assert_eq!(lag_after(None), lag(5.0), "the lag is not updated");
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
-            shared.lock().forget(&epochs);
+            shared.lock().remove_assignments(&epochs);
             assert_eq!(lag_after(None), lag(0.0), "the partition was revoked");
         });
     }
@@ -431,9 +436,9 @@ mod tests {
         assert!(shared.lock().client.needs_replacement(), "no progress");
     }
 
-    /// Whether a stall of partition 1 is detected within `checks` checks, while the source is full of
-    /// messages of partition 0. At each check the message queue has `queued` operations, of which
-    /// `read` are read before the next check.
+    /// Whether a stall of partition 1 is detected within `checks` checks, while the source has no
+    /// room because of messages of partition 0. At each check the message queue has `queued`
+    /// operations, of which `read` are read before the next check.
     fn is_detected_beside_a_backlog(queued: u64, read: u64, checks: i64) -> bool {
         let (shared, mut watch) = (shared(2), PartitionWatch::default());
         let full = 5_000;
@@ -502,7 +507,7 @@ mod tests {
             // Each client starts at the committed offset and reads one message; the ninth one reads
             // two, which is progress.
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
-            shared.lock().forget(&epochs);
+            shared.lock().remove_assignments(&epochs);
             assign(&mut shared.lock(), 0, StartPosition::Committed(4));
             shared.add_records(
                 (4..if replaced.len() < 9 { 5 } else { 6 })

@@ -1,37 +1,41 @@
-//! Which topic a log belongs to, and whether its positions repeat those of an earlier topic.
+//! Which topic a log belongs to, and whether its offsets repeat those of an earlier topic.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// The topic that is read, and whether its positions repeat those of an earlier topic of this name.
+/// The topic that is read, and whether its offsets repeat those of an earlier topic of this name.
 #[derive(Clone, Debug, Default)]
 #[cfg_attr(test, derive(PartialEq, Eq, Hash))]
 pub(crate) struct LogIdentity {
     /// The ids of the topic and its cluster, if they are known.
     pub(crate) identity: Option<TopicIdentity>,
-    pub(crate) ids: PositionIds,
+    /// Whether `IdSource::position()` makes unique message ids of this log.
+    pub(crate) position_ids: PositionIds,
 }
 
-/// Whether message ids made from positions are unique.
+/// Whether the message ids that `IdSource::position()` makes from topic, partition and offset are
+/// unique.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(test, derive(Hash))]
 pub(crate) enum PositionIds {
-    /// Each position belongs to one message.
+    /// Each offset belongs to one message.
     #[default]
     Unique,
-    /// The positions from `from` to below `to` may also belong to other messages: the topic was
-    /// recreated or is a replica, or its log was truncated.
+    /// The offsets from `from` to below `to` may also belong to earlier messages of a topic of this
+    /// name: the topic was recreated or is a replica, or its log was truncated.
     MayRepeat { from: i64, to: i64 },
 }
 
 impl PositionIds {
-    /// The ids of a recreated topic, or of a replica on another cluster.
+    /// The message ids of a recreated topic, or of a replica on another cluster: any may repeat.
     pub(crate) const RECREATED: Self = Self::MayRepeat {
         from: super::start::LOG_START,
         to: i64::MAX,
     };
 
-    /// The ids of a log that was truncated at `from` after it was read to `to`.
+    /// The message ids of a log that was truncated at `from` after it was read to `to`: those of
+    /// the offsets in between may repeat, and those that could repeat before the truncation still
+    /// may.
     pub(super) fn after_truncation(self, from: i64, to: i64) -> Self {
         match self {
             Self::Unique => Self::MayRepeat { from, to },
@@ -51,7 +55,7 @@ impl PositionIds {
 }
 
 /// The identity of a topic, which is committed as the metadata of each offset. Kafka assigns each
-/// topic an id when it is created; a replica on another cluster has its own.
+/// topic an id when it is created; a replica on another cluster has another id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(test, derive(Hash))]
 pub(crate) struct TopicIdentity {
@@ -60,7 +64,7 @@ pub(crate) struct TopicIdentity {
     pub(crate) cluster_id: Option<Arc<str>>,
 }
 
-/// How the topic with this name relates to the one that an offset was committed for.
+/// How the current topic of a name relates to the topic that an offset was committed for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TopicMatch {
     /// The same topic.
@@ -86,8 +90,8 @@ impl TopicIdentity {
         }
     }
 
-    /// Parses the output of [`fmt::Display`]; `None` for any other text, such as metadata that another
-    /// program committed.
+    /// Parses the output of [`fmt::Display`]; `None` for any other text, such as metadata that
+    /// another program committed.
     pub(crate) fn parse(metadata: &str) -> Option<Self> {
         let ids = metadata.strip_prefix(TOPIC_ID)?;
         let (topic_id, cluster_id) = match ids.split_once(CLUSTER_ID) {

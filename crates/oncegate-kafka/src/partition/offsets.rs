@@ -2,9 +2,9 @@
 
 use std::collections::VecDeque;
 
-/// A dense ring of the delivered offsets. Offsets that were never delivered (compacted records or
-/// transaction markers) are gaps and count as settled. A settlement costs O(1) without gaps and
-/// O(log n) with gaps.
+/// The delivered offsets from the lowest unsettled one on, in a ring buffer. Offsets that were
+/// never delivered (compacted records or transaction markers) are gaps and count as settled. A
+/// settlement takes O(1) time without gaps and O(log n) with gaps.
 #[derive(Debug, Default)]
 #[cfg_attr(test, derive(Clone, PartialEq, Eq, Hash))]
 pub(super) struct DeliveredOffsets {
@@ -38,8 +38,8 @@ impl DeliveredOffsets {
         self.ring.push_back(OffsetState(offset));
     }
 
-    /// Skips the offsets below this one as gaps. Without this, the transaction markers at the end of a
-    /// log would keep the lag above 0.
+    /// Skips the offsets below this one as gaps. Without this, the transaction markers at the end
+    /// of a log would keep the lag above 0.
     pub(super) fn advance_to(&mut self, offset: i64) {
         self.end = self.end.max(Some(offset));
     }

@@ -1,11 +1,11 @@
-//! Where an assigned partition starts.
+//! The start position of an assigned partition.
 
 use super::log_identity::{TopicIdentity, TopicMatch};
 
 /// The first offset of every log.
 pub(super) const LOG_START: i64 = 0;
 
-/// Where a partition is read from, as determined when it was assigned.
+/// The position from which a partition is read, as determined when it was assigned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(test, derive(Hash))]
 pub(crate) enum StartPosition {
@@ -13,17 +13,18 @@ pub(crate) enum StartPosition {
     Committed(i64),
     /// The offset that was committed on another cluster. The topic is a replica of the topic there.
     Replica(i64),
-    /// The offset that was committed for a topic with another id. The topic is a replica of it, or was
-    /// recreated.
+    /// The offset that was committed for a topic with another id. The current topic is a replica of
+    /// that topic, or was recreated.
     Ambiguous(i64),
     /// The beginning, because the topic was recreated. The committed offset is ignored.
     Recreated,
     /// The beginning: the partition was added to a topic of which the group has read other
     /// partitions.
     AddedPartition,
-    /// The group has no offset for it.
+    /// The group has no committed offset for the partition.
     NoOffset,
-    /// Unknown, because the group coordinator returned no offset in time. librdkafka fetches it.
+    /// Unknown, because the group coordinator did not reply in time or refused the request.
+    /// librdkafka fetches the committed offset itself before it reads.
     Unknown,
 }
 
@@ -36,8 +37,9 @@ pub(crate) struct CommittedOffset {
 }
 
 impl CommittedOffset {
-    /// Compares the topic of this offset with the current one of its name. Metadata without a topic id
-    /// was written by another program or by an operator: that offset cannot be compared, and is used.
+    /// Compares the topic of this offset with the current topic of that name. Metadata without a
+    /// topic id was written by another program or by an operator, so the offset is used without a
+    /// comparison.
     fn compare(&self, current: Option<&TopicIdentity>) -> TopicMatch {
         let both = self.identity.as_ref().zip(current);
         both.map_or(TopicMatch::Same, |(committed, current)| {
@@ -48,7 +50,10 @@ impl CommittedOffset {
 
 impl StartPosition {
     /// The start of a partition with a committed offset.
-    pub(crate) fn at(committed: &CommittedOffset, current: Option<&TopicIdentity>) -> Self {
+    pub(crate) fn from_committed(
+        committed: &CommittedOffset,
+        current: Option<&TopicIdentity>,
+    ) -> Self {
         match committed.compare(current) {
             TopicMatch::Same => Self::Committed(committed.offset),
             TopicMatch::Recreated => Self::Recreated,
@@ -57,8 +62,9 @@ impl StartPosition {
         }
     }
 
-    /// The start of a partition without a committed offset, given those of the other partitions of its
-    /// topic. If all of them belong to a deleted topic, so does everything that the group has read.
+    /// The start of a partition without a committed offset, given the committed offsets of the
+    /// other partitions of its topic. If all of these belong to a deleted topic, the group has read
+    /// nothing of the current topic, so the partition was not added to a topic that is read.
     pub(crate) fn without_offset(
         others: &[&CommittedOffset],
         current: Option<&TopicIdentity>,
@@ -74,7 +80,8 @@ impl StartPosition {
         }
     }
 
-    /// The offset to start at; `None` if librdkafka or the log start decides it.
+    /// The offset to start at; `None` if the partition starts at the log start, or where librdkafka
+    /// decides.
     pub(super) fn offset(self) -> Option<i64> {
         match self {
             Self::Committed(offset) | Self::Replica(offset) | Self::Ambiguous(offset) => {
@@ -113,9 +120,12 @@ mod tests {
             (Some("before"), None, StartPosition::Ambiguous(7)),
         ] {
             let offset = committed(topic_id, cluster_id);
-            assert_eq!(StartPosition::at(&offset, current.as_ref()), start);
             assert_eq!(
-                StartPosition::at(&offset, None),
+                StartPosition::from_committed(&offset, current.as_ref()),
+                start
+            );
+            assert_eq!(
+                StartPosition::from_committed(&offset, None),
                 StartPosition::Committed(7)
             );
         }

@@ -2,11 +2,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::*;
+use OffsetCommitMode::{Immediate, Stored};
 use PartitionAction as A;
 use PartitionEvent as E;
-use SendMode::{Immediate, Stored};
 
-/// Calls for the tests of this module.
+/// Shorthands for the tests of this module.
 impl Partition {
     fn at(start: StartPosition) -> Self {
         Self::new(1, start, LogIdentity::default())
@@ -36,7 +36,7 @@ impl Partition {
         assert_eq!(self.apply(E::PositionReported(offset)), A::Nothing);
     }
 
-    fn commit_at(&mut self, now: Instant) -> Option<(i64, SendMode)> {
+    fn commit_at(&mut self, now: Instant) -> Option<(i64, OffsetCommitMode)> {
         match self.apply(E::CommitDue(now)) {
             A::Nothing => None,
             A::Commit { offset, mode } => Some((offset, mode)),
@@ -44,12 +44,14 @@ impl Partition {
         }
     }
 
-    fn committed(&mut self) -> Option<(i64, SendMode)> {
+    fn committed(&mut self) -> Option<(i64, OffsetCommitMode)> {
         self.commit_at(Instant::now())
     }
 
     fn may_repeat(&self) -> Vec<i64> {
-        (0..15).filter(|it| self.log.ids.may_repeat(*it)).collect()
+        (0..15)
+            .filter(|it| self.log.position_ids.may_repeat(*it))
+            .collect()
     }
 }
 
@@ -123,8 +125,8 @@ fn a_higher_commit_that_arrives_after_a_truncation_is_overwritten_at_once() {
     assert_eq!(partition.committed(), Some((0, Immediate)));
     partition.apply(E::CommitConfirmed(0));
     assert_eq!(partition.committed(), None);
-    // A retried commit has overtaken the lower one. A stored offset below it would never be
-    // committed.
+    // The broker has applied a retried commit of offset 60 after the commit of offset 0. librdkafka
+    // would never commit a stored offset below 60.
     partition.apply(E::CommitConfirmed(60));
     assert_eq!(partition.committed(), Some((0, Immediate)));
     partition.settle_all([0]);
@@ -161,7 +163,7 @@ fn a_truncation_above_an_unsettled_offset_restarts_there_after_a_seek() {
     assert_eq!(
         partition.fetch(8),
         A::Nothing,
-        "6 and 7 would count as settled"
+        "if 8 were delivered, 6 and 7 would count as settled"
     );
     assert_eq!(partition.committed(), Some((6, Immediate)));
     partition.apply(E::Sought);
@@ -285,7 +287,7 @@ fn a_log_of_markers_only_is_committed_once_the_position_is_trusted() {
     assert_eq!(
         partition.committed(),
         None,
-        "it may be left from an earlier assignment"
+        "it may be the position of an earlier assignment"
     );
     partition.report_position(None);
     partition.report_position(Some(3));
@@ -426,7 +428,7 @@ fn any_history_agrees_with_a_map_of_all_offsets() {
     }
 }
 
-/// A broker's view of the group's offset, and what this member has delivered.
+/// The offset that a broker has committed for the group, and what this member has delivered.
 struct GroupOffset {
     partition: Partition,
     /// The offset that the broker has committed.
@@ -487,8 +489,9 @@ impl GroupOffset {
         }
     }
 
-    /// Commits the lowest unsettled offset, so that a crash redelivers every unsettled message and no
-    /// other below it. Before the start there is nothing to commit.
+    /// Commits, and checks that the committed offset is the lowest unsettled one, so that a crash
+    /// redelivers every unsettled message and no message below the lowest one. Before the start
+    /// there is nothing to commit.
     fn check(&mut self) {
         self.commit();
         let lowest = self.unsettled.first().copied();

@@ -1,4 +1,4 @@
-//! Checks the list of brokers of the setting.
+//! Checks the list of brokers in [`Kafka::brokers`](super::Kafka::brokers).
 
 use std::net::Ipv6Addr;
 

@@ -1,4 +1,4 @@
-//! Rejects settings that cannot work.
+//! Rejects settings with which the source cannot work.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::{GroupProtocol, Kafka, TopicCreation, brokers, security};
 const MAX_TOPIC_NAME: usize = 249;
 
 impl Kafka {
-    /// Rejects settings that cannot work, before connecting to a broker.
+    /// Rejects settings with which the source cannot work. Connects to no broker.
     pub(crate) fn check(&self) -> Result<(), SourceError> {
         let invalid = |setting: &str, problem: &str, remedy: &str| {
             Err(SourceError::misconfigured(setting, problem, remedy))
@@ -39,7 +39,7 @@ impl Kafka {
             if dead_letters == in_doubt {
                 return invalid(
                     "in_doubt",
-                    &format!("`{in_doubt}` is the dead-letter topic, too"),
+                    &format!("`{in_doubt}` is also the dead-letter topic"),
                     "name another topic: dead letters are redriven, in-doubt messages resolved",
                 );
             }
@@ -47,7 +47,9 @@ impl Kafka {
                 if destination.trim().is_empty() || self.topics.contains(&destination) {
                     return invalid(
                         setting,
-                        &format!("`{destination}` is empty, or is a topic that is read"),
+                        &format!(
+                            "`{destination}` is empty, or is also a topic that the source reads"
+                        ),
                         "name another topic",
                     );
                 }
@@ -92,7 +94,8 @@ impl Kafka {
                 "use at least 1 s; the default is 60 s",
             );
         }
-        // Last: a tool has no group, and checks all others.
+        // The group is checked last: `oncegate doctor` needs no group, and ignores this error
+        // because it means that every other setting is valid.
         if self.group.trim().is_empty() {
             return invalid(
                 "group",
@@ -103,8 +106,9 @@ impl Kafka {
         Ok(())
     }
 
-    /// The name, problem and remedy of a property that the group protocol does not have. librdkafka
-    /// rejects those of the classic protocol in the other one, and ignores the others.
+    /// Name, problem and remedy of a property that only the other group protocol has. librdkafka
+    /// rejects properties of the classic protocol with `Consumer`, and ignores
+    /// `group.remote.assignor` with `Classic`.
     fn other_protocol_problem(
         &self,
         key: &str,
@@ -142,7 +146,8 @@ impl Kafka {
         Some(problem)
     }
 
-    /// Checks what every client of these brokers needs: addresses, TLS, login and properties.
+    /// Checks the settings that every client of these brokers needs: addresses, TLS, login and
+    /// properties.
     pub(crate) fn check_access(&self) -> Result<(), SourceError> {
         let invalid = |setting: &str, problem: &str, remedy: &str| {
             Err(SourceError::misconfigured(setting, problem, remedy))
@@ -187,7 +192,7 @@ impl Kafka {
     }
 }
 
-/// What Kafka does not allow in the name of a topic.
+/// The problem of a topic name that Kafka does not allow; `None` if it is allowed.
 fn topic_problem(name: &str) -> Option<String> {
     let is_allowed = |it: char| it.is_ascii_alphanumeric() || matches!(it, '.' | '_' | '-');
     match name {
@@ -205,7 +210,7 @@ fn topic_problem(name: &str) -> Option<String> {
     }
 }
 
-/// The alternative to a property that may not be set.
+/// The remedy for a property that users may not set; `None` for any other property.
 fn forbidden_property(key: &str) -> Option<&'static str> {
     match key.trim() {
         "enable.auto.commit"

@@ -9,8 +9,8 @@ use rdkafka::config::RDKafkaLogLevel;
 use super::{GroupProtocol, Kafka, OutOfRange, StartAt};
 use crate::client::statistics;
 
-/// Maximum pause before a client reconnects to a broker, as in Kafka's own clients. With
-/// librdkafka's default of 10 s, a client would ignore a restarted broker for as long.
+/// Maximum pause before a client reconnects to a broker: the default of Kafka's Java clients. With
+/// librdkafka's default, a client may wait 10 s after a broker has restarted.
 const RECONNECT_BACKOFF_MAX: Duration = Duration::from_secs(1);
 /// librdkafka's properties for the longest and the first reconnect backoff.
 const RECONNECT_BACKOFF_MAX_MS: &str = "reconnect.backoff.max.ms";
@@ -24,10 +24,11 @@ const MAX_POLL_INTERVAL: Duration = Duration::from_secs(300);
 /// The time without a heartbeat after which the group coordinator removes a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SessionTimeout {
-    /// The setting that has the value.
+    /// The setting that defines the value, and its owner.
     setting: &'static str,
     pub(crate) value: Duration,
-    /// Whether the value is the default of the setting. A client cannot read a broker's setting.
+    /// Whether the value is the default of the setting: always for a setting of the broker, which a
+    /// client cannot read.
     is_default: bool,
 }
 
@@ -54,8 +55,8 @@ impl Kafka {
         interval.map_or(MAX_POLL_INTERVAL, Duration::from_millis) / 3
     }
 
-    /// After how long without a heartbeat the group coordinator removes a member with these
-    /// settings. If the broker has the setting, the default is assumed.
+    /// The session timeout of a member with these settings. With `GroupProtocol::Consumer`, which
+    /// leaves it to the broker, the broker's default.
     pub(crate) fn session_timeout(&self) -> SessionTimeout {
         if self.group_protocol == GroupProtocol::Consumer {
             return SessionTimeout {
@@ -93,8 +94,8 @@ impl Kafka {
         })
     }
 
-    /// The policy for an offset out of range. A source with [`StartAt::Error`] does not restart at
-    /// another offset either.
+    /// The policy for an offset that is out of range: [`StartAt::Error`] implies
+    /// [`OutOfRange::Error`].
     pub(crate) fn out_of_range_policy(&self) -> OutOfRange {
         match self.start {
             StartAt::Earliest => self.out_of_range,
@@ -106,16 +107,16 @@ impl Kafka {
         let mut config = self.config();
         config
             .set("group.id", &self.group)
-            // The prefetch limits per partition: messages and one fetch, or bytes. librdkafka's
-            // defaults (100,000 messages, 64 MB, fetches of 1 MiB) cost memory and are no faster,
-            // as long as `fetch.queue.backoff.ms` is short.
+            // How much librdkafka fetches ahead, per partition: a number of messages plus one
+            // fetch, or a number of bytes. Its defaults (100,000 messages, 64 MB, fetches of 1 MiB)
+            // take more memory and are no faster, as long as `fetch.queue.backoff.ms` is short.
             .set("queued.min.messages", "5000")
             .set("queued.max.messages.kbytes", "16384")
             .set("fetch.queue.backoff.ms", "2")
             .set("isolation.level", "read_committed")
             .set("auto.commit.interval.ms", "1000");
-        // An alias of `fetch.message.max.bytes`; if both were set, the effective one would be
-        // undefined.
+        // `max.partition.fetch.bytes` is an alias of `fetch.message.max.bytes`. If both were set,
+        // it would be undefined which of them applies.
         if self.property_value("max.partition.fetch.bytes").is_none() {
             config.set("fetch.message.max.bytes", "262144");
         }
@@ -126,7 +127,7 @@ impl Kafka {
             GroupProtocol::Consumer => config.set("group.protocol", "consumer"),
         };
         self.set_properties(&mut config);
-        // A changed topic id is reported only in the log, at this level.
+        // librdkafka reports a changed topic id only by a debug log line of the context `metadata`.
         config.set_log_level(RDKafkaLogLevel::Debug);
         config.set(
             "debug",
@@ -139,8 +140,8 @@ impl Kafka {
             "statistics.interval.ms",
             statistics::INTERVAL.as_millis().to_string(),
         );
-        // `auto.offset.reset` applies to an offset that is not in the log, and to a partition without
-        // a committed offset if the source sets no start offset.
+        // `auto.offset.reset` applies to an offset that is not in the log, and to a partition
+        // without a committed offset if the source sets no start offset.
         config
             .set("enable.auto.offset.store", "false")
             .set("enable.auto.commit", "true")
@@ -168,18 +169,19 @@ impl Kafka {
 
     pub(crate) fn producer_config(&self) -> ClientConfig {
         let mut config = self.config();
-        // librdkafka's maximum for `message.max.bytes`: only the broker rejects a message as too large.
+        // `message.max.bytes` is librdkafka's maximum, so that the broker and not librdkafka
+        // rejects a message as too large.
         config
             .set("linger.ms", "0")
             .set("delivery.timeout.ms", "30000")
             .set("message.max.bytes", "1000000000");
-        // Below the default `max.message.bytes` of topics (1 MiB), so that most topics reject a batch
-        // only because of a single large message.
+        // Below the default `max.message.bytes` of topics (1 MiB), so that most topics reject a
+        // batch only because of a single large message.
         config.set("batch.size", "131072");
         self.set_properties(&mut config);
         config.set("enable.idempotence", "true").set("acks", "all");
-        // A metadata request for a deleted topic would create it again, with the broker's default
-        // retention.
+        // Otherwise a metadata request for a deleted topic would create the topic again, with the
+        // broker's default retention.
         config.set("allow.auto.create.topics", "false");
         config
     }

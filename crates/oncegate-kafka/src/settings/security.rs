@@ -49,17 +49,17 @@ impl fmt::Debug for KafkaLogin {
     }
 }
 
-/// The security settings of the source.
+/// TLS and login of a source.
 #[derive(Clone, Default)]
 pub(crate) struct Security {
-    /// Whether to use TLS; otherwise the property `security.protocol` decides.
+    /// Whether to use TLS. If false, the property `security.protocol` decides.
     uses_tls: bool,
     ca_certificate: Option<PathBuf>,
     /// The files of the client certificate and its key.
     client_certificate: Option<(PathBuf, PathBuf)>,
     login: Option<KafkaLogin>,
-    /// Whether any certificate is accepted; otherwise a trusted authority must have signed it for the
-    /// broker's host name.
+    /// Whether any certificate of a broker is accepted. If false, a trusted authority must have
+    /// signed the certificate for the broker's host name.
     accepts_any_certificate: bool,
 }
 
@@ -113,6 +113,7 @@ impl Security {
         }
     }
 
+    /// Sets the librdkafka properties of TLS and login.
     pub(crate) fn set(&self, config: &mut ClientConfig) {
         match &self.login {
             _ if !self.uses_tls => return,
@@ -150,8 +151,8 @@ fn check_readable(setting: &str, file: &Path) -> Result<(), SourceError> {
     File::open(file).map(drop).map_err(unreadable)
 }
 
-/// Rejects a property that disables certificate verification: only a setter with `danger` in its
-/// name does that.
+/// Rejects a property that disables certificate verification: only
+/// [`danger_accept_any_certificate`](super::Kafka::danger_accept_any_certificate) may do so.
 pub(crate) fn check_property(key: &str, value: &str) -> Result<(), SourceError> {
     match disables_verification(key, value) {
         true => Err(SourceError::misconfigured(

@@ -200,7 +200,7 @@ fn the_default_assignor_is_cooperative_sticky() {
         strategy(valid_settings().property("partition.assignment.strategy", "range")).as_deref(),
         Some("range")
     );
-    // librdkafka rejects the property when the brokers assign partitions.
+    // librdkafka rejects the property with `GroupProtocol::Consumer`.
     assert_eq!(
         strategy(valid_settings().group_protocol(GroupProtocol::Consumer)),
         None
@@ -229,7 +229,7 @@ fn properties_of_the_other_group_protocol_are_refused() {
                         "{text}"
                     );
                 }
-                // Including that librdkafka accepts the property.
+                // `check_settings` also checks that librdkafka accepts the property.
                 checked => assert!(
                     checked.is_ok() && protocol != refused_by,
                     "{key}: {checked:?}"
@@ -237,7 +237,7 @@ fn properties_of_the_other_group_protocol_are_refused() {
             }
         }
     }
-    // The clients that join no group have no protocol.
+    // The clients that do not join the group have no group protocol.
     let kafka = valid_settings().group_protocol(Consumer);
     for config in [kafka.watch_config(), kafka.producer_config()] {
         assert_eq!(config.get("group.protocol"), None);

@@ -7,12 +7,12 @@ use super::{Kafka, security};
 use crate::client;
 
 impl Kafka {
-    /// Creates an rdkafka client of these brokers, such as a `BaseConsumer` or an `AdminClient`,
-    /// with the brokers, TLS, login and properties of the source. `settings` are librdkafka
-    /// properties that override the others. A metadata request of this client creates no topic.
+    /// Creates an rdkafka client, such as a `BaseConsumer` or an `AdminClient`, with the brokers,
+    /// TLS, login and properties of the source. `settings` are librdkafka properties that override
+    /// these. A metadata request of this client creates no topic.
     ///
-    /// Connects to no broker yet. Returns a client and not its configuration, whose `Debug` output would
-    /// contain the secrets.
+    /// Connects to no broker yet. Returns a client and not its configuration, whose `Debug` output
+    /// would contain the secrets.
     ///
     /// # Errors
     /// [`SourceError::Misconfigured`] if the source or librdkafka rejects the brokers, TLS, login

@@ -5,16 +5,18 @@ use std::time::Instant;
 
 use crate::client::statistics;
 
+/// The health of the current Kafka client. A replacement of the client resets what does not apply
+/// to the next one.
 #[derive(Default)]
 pub(crate) struct ClientHealth {
     /// Why the client is to be replaced, once that is requested.
     replacement_reason: Option<String>,
     /// How often the client was replaced.
     replacements: u64,
-    /// Since when the client reports that it does not reach its group coordinator.
-    without_group_since: Option<Instant>,
-    /// Since when the client is suspected to have lost its broker metadata: fresh clients reach the
-    /// coordinator.
+    /// Since when the client has reported that it does not reach its group coordinator.
+    without_coordinator_since: Option<Instant>,
+    /// Since when the client is suspected to have lost its broker metadata: new clients reach the
+    /// coordinator, and this client does not.
     suspected_since: Option<Instant>,
     /// When the client last reported whether it reaches its group coordinator.
     reported_at: Option<Instant>,
@@ -35,8 +37,9 @@ pub(crate) struct ReadProgress {
 }
 
 impl ReadProgress {
-    /// Whether everything that was in the queue at `self` has been read at `now`. An empty queue
-    /// counts too, because some operations are never read as messages.
+    /// Whether everything that was in the queue at the time of `self` has been read at the time of
+    /// `now`. An empty queue means yes, whatever the number of messages, because librdkafka does
+    /// not return every operation in the queue as a message.
     pub(crate) fn is_queue_read_at(self, now: Self) -> bool {
         now.length_checks > self.length_checks
             && (now.queued == 0 || now.read >= self.read + self.queued)
@@ -68,7 +71,7 @@ impl ClientHealth {
         self.topic_may_be_missing
     }
 
-    /// Requests that another client replaces this one. The first reason is kept.
+    /// Requests that another client replaces this one. If called again, keeps the first reason.
     pub(crate) fn request_replacement(&mut self, reason: String) {
         self.replacement_reason.get_or_insert(reason);
     }
@@ -78,46 +81,53 @@ impl ClientHealth {
         self.replacement_reason.is_some()
     }
 
-    /// Records whether the client reports a connection to its group coordinator. A suspected client
-    /// that still has none is replaced.
-    pub(crate) fn record_group_state(&mut self, is_coordinator_up: bool, now: Instant) {
+    /// Records whether the client reports a connection to its group coordinator. Requests a
+    /// replacement if the client has been suspected for a statistics interval and still reports
+    /// none.
+    pub(crate) fn record_coordinator_state(&mut self, is_coordinator_up: bool, now: Instant) {
         let is_late = self
             .reported_at
             .replace(now)
             .is_some_and(|before| now.duration_since(before) > 2 * statistics::INTERVAL);
         if is_coordinator_up {
-            (self.without_group_since, self.suspected_since) = (None, None);
+            (self.without_coordinator_since, self.suspected_since) = (None, None);
             return;
         }
-        // This report was delayed: the client may have reconnected since, as the next one would say.
+        // This report was delayed. The client may have reconnected after it, so the replacement
+        // waits for the next report.
         if is_late && self.suspected_since.is_some() {
             self.suspected_since = Some(now);
         }
-        self.without_group_since.get_or_insert(now);
+        self.without_coordinator_since.get_or_insert(now);
         let suspected_for = self.suspected_since.map(|since| now.duration_since(since));
         if suspected_for >= Some(statistics::INTERVAL) {
             self.request_replacement(
-                "it cannot reach the group coordinator, but other clients can".into(),
+                "it cannot reach the group coordinator, although new clients can".into(),
             );
         }
     }
 
     /// Since when the client has not reached its group coordinator.
-    pub(crate) fn without_group_since(&self) -> Option<Instant> {
-        self.without_group_since
+    pub(crate) fn without_coordinator_since(&self) -> Option<Instant> {
+        self.without_coordinator_since
     }
 
-    /// Records the suspicion that the client has lost its broker metadata: fresh clients have reached
+    /// Records the suspicion that the client has lost its broker metadata: new clients have reached
     /// the group coordinator for longer than this client needs to reconnect.
-    pub(crate) fn suspect_lost_metadata(&mut self, without_group_since: Instant, now: Instant) {
+    /// `without_coordinator_since` identifies the outage that the suspicion refers to.
+    pub(crate) fn suspect_lost_metadata(
+        &mut self,
+        without_coordinator_since: Instant,
+        now: Instant,
+    ) {
         // The client may have reconnected or been replaced since the probe.
-        if self.without_group_since == Some(without_group_since) {
+        if self.without_coordinator_since == Some(without_coordinator_since) {
             self.suspected_since.get_or_insert(now);
         }
     }
 
-    /// Whether the client does not reach its group coordinator while others do.
-    pub(crate) fn is_suspected(&self) -> bool {
+    /// Whether the client does not reach its group coordinator although new clients do.
+    pub(crate) fn may_have_lost_metadata(&self) -> bool {
         self.suspected_since.is_some()
     }
 
@@ -125,7 +135,7 @@ impl ClientHealth {
     pub(crate) fn take_replacement(&mut self) -> Option<String> {
         let reason = self.replacement_reason.take()?;
         self.replacements += 1;
-        (self.without_group_since, self.suspected_since) = (None, None);
+        (self.without_coordinator_since, self.suspected_since) = (None, None);
         Some(reason)
     }
 
@@ -145,34 +155,40 @@ mod tests {
     fn reports_from_before_a_suspicion_do_not_replace_the_client() {
         let (mut client, started) = (ClientHealth::default(), Instant::now());
         let at = |seconds| started + Duration::from_secs(seconds);
-        client.record_group_state(false, at(0));
+        client.record_coordinator_state(false, at(0));
         client.suspect_lost_metadata(at(1), at(1));
-        client.record_group_state(false, at(3));
+        client.record_coordinator_state(false, at(3));
         assert!(
             !client.needs_replacement(),
             "the suspicion refers to an earlier time without the coordinator"
         );
         client.suspect_lost_metadata(started, at(3));
         // This report may have been sent before the suspicion.
-        client.record_group_state(false, at(4));
+        client.record_coordinator_state(false, at(4));
         // So may the next report, which is late.
-        client.record_group_state(false, at(9));
-        client.record_group_state(false, at(9));
+        client.record_coordinator_state(false, at(9));
+        client.record_coordinator_state(false, at(9));
         assert!(!client.needs_replacement());
-        client.record_group_state(true, at(9));
-        client.record_group_state(false, at(10));
+        client.record_coordinator_state(true, at(9));
+        client.record_coordinator_state(false, at(10));
         assert_eq!(
-            (client.needs_replacement(), client.without_group_since()),
+            (
+                client.needs_replacement(),
+                client.without_coordinator_since()
+            ),
             (false, Some(at(10)))
         );
         client.suspect_lost_metadata(at(10), at(11));
-        client.record_group_state(false, at(13));
+        client.record_coordinator_state(false, at(13));
         assert!(client.needs_replacement());
         // The next client starts without a suspicion.
         client.take_replacement().expect("it is replaced");
-        client.record_group_state(false, at(50));
+        client.record_coordinator_state(false, at(50));
         assert_eq!(
-            (client.needs_replacement(), client.without_group_since()),
+            (
+                client.needs_replacement(),
+                client.without_coordinator_since()
+            ),
             (false, Some(at(50)))
         );
     }

@@ -1,4 +1,5 @@
-//! Deliveries that are in memory and not with the consumer: read ahead, or rejected.
+//! Deliveries in the memory of the source: read and not handed out yet, or with an unconfirmed dead
+//! letter.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -17,15 +18,17 @@ pub(super) struct DeliveryBuffer {
     /// Deliveries that were read or released, and not handed out yet.
     ready: VecDeque<Delivery>,
     ready_bytes: usize,
-    /// Deliveries that were ready while their assignment had more than its share of unsettled ones.
+    /// Deliveries that are not handed out because their assignment has more unsettled deliveries
+    /// than the mean, by assignment epoch.
     held_back: BTreeMap<u64, VecDeque<Delivery>>,
-    /// Number and size of the messages of the last batch, for an estimate of the next one.
+    /// Number and size in bytes of the last batch of messages: an estimate for the next batch.
     last_batch: (usize, usize),
     pub(super) unconfirmed: UnconfirmedDeadLetters,
 }
 
 impl DeliveryBuffer {
-    /// How many messages fit in.
+    /// How many more messages may be read: up to [`MAX_READY`] messages and about
+    /// [`MAX_READY_BYTES`].
     pub(super) fn room(&self) -> usize {
         if self.ready_bytes >= MAX_READY_BYTES {
             return 0;
@@ -35,7 +38,7 @@ impl DeliveryBuffer {
         fitting.min(MAX_READY.saturating_sub(self.ready.len()))
     }
 
-    /// A batch of this many records follows.
+    /// Starts a batch of this many records, which [`add`](Self::add) adds one by one.
     pub(super) fn start_batch(&mut self, records: usize) {
         self.last_batch = (records, 0);
     }
@@ -53,8 +56,8 @@ impl DeliveryBuffer {
         self.ready.push_back(delivery);
     }
 
-    /// Deliveries of other assignments than these are ready again.
-    pub(super) fn hold_back_only(&mut self, assignments: &[u64]) {
+    /// Makes the deliveries that are held back ready again, except those of these assignments.
+    pub(super) fn make_ready_all_except(&mut self, assignments: &[u64]) {
         let others = self.held_back.keys().filter(|it| !assignments.contains(it));
         for epoch in Vec::from_iter(others.copied()) {
             let deliveries = self.held_back.remove(&epoch).unwrap_or_default();
@@ -65,8 +68,8 @@ impl DeliveryBuffer {
         }
     }
 
-    /// Takes the first delivery, if it has at most `max_bytes`. Those of these assignments are held
-    /// back.
+    /// Takes the first ready delivery, if it has at most `max_bytes`. Skips the deliveries of the
+    /// assignments `held_back`, and holds them back.
     pub(super) fn take_next(&mut self, max_bytes: usize, held_back: &[u64]) -> Option<Delivery> {
         loop {
             let next = self.ready.front()?;
@@ -92,7 +95,7 @@ impl DeliveryBuffer {
         self.ready_bytes = self.ready.iter().map(|it| it.message.size()).sum();
     }
 
-    /// Whether the delivery of this offset is not handed out yet.
+    /// Whether the delivery with this offset is ready or held back.
     pub(super) fn is_ready(&self, epoch: u64, offset: i64) -> bool {
         let held_back = self.held_back.values().flatten();
         let mut all = self.ready.iter().chain(held_back).map(|it| &it.receipt);
@@ -136,7 +139,7 @@ pub(super) fn delivery(record: ConsumerRecord, epoch: u64) -> Delivery {
 
 #[cfg(test)]
 impl DeliveryBuffer {
-    /// The size of the deliveries that were read and not handed out, as counted and as summed up.
+    /// The size of the ready deliveries in bytes: the counter, and the sum of the sizes.
     pub(super) fn ready_bytes(&self) -> (usize, usize) {
         let sum = self.ready.iter().map(|it| it.message.size()).sum();
         (self.ready_bytes, sum)

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::SourceState;
 
-/// A lock around the state and a condition variable: those of the standard library, or those of
-/// shuttle.
+/// A lock around the state and a condition variable: those of the standard library, or in tests
+/// those of the crate shuttle, which runs threads in many schedules.
 pub(crate) trait StateLock: Default {
     /// The guard of the locked state.
     type Guard<'a>: DerefMut<Target = SourceState>
@@ -33,8 +33,8 @@ impl StateLock for StdLock {
     type Guard<'a> = MutexGuard<'a, SourceState>;
 
     fn lock(&self) -> Self::Guard<'_> {
-        // A panic while the lock is held is a bug. The state that it leaves commits lower offsets, never
-        // higher ones, so it is safe to use.
+        // A panic while the lock is held is a bug. An event that was applied incompletely can only
+        // lower the offset to commit, so the state stays usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,6 +1,6 @@
-//! Random histories of the state of a source with one partition, compared with a map of all offsets:
-//! what is handed out and counted. Those of `partition::tests` have further events, such as a
-//! recreated topic.
+//! Applies random histories to the state of a source with one partition, and compares what is
+//! handed out and counted with a map of all offsets. The histories of `partition::tests` have
+//! further events, such as a recreated topic.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -19,20 +19,22 @@ enum HistoryEvent {
     Read { count: u8, gap: u8 },
     /// All messages that were read are handed out.
     HandOut,
-    /// A delivery is settled, of any assignment, counted back from the last one.
+    /// The delivery that was handed out `back` deliveries before the last one is accepted, whatever
+    /// its assignment.
     Accept { back: u8 },
-    /// An unsettled delivery is released, to be handed out again.
+    /// Such a delivery is released, to be handed out again, if it is unsettled.
     Release { back: u8 },
-    /// A delivery is rejected.
+    /// Such a delivery is rejected, if it is unsettled.
     Reject { back: u8 },
     /// The oldest unconfirmed dead letter is confirmed.
-    Publish,
+    ConfirmDeadLetter,
     /// Offsets are committed.
     Commit,
-    /// The partition is being revoked: nothing more of it is handed out, and settlements count.
+    /// The partition is being revoked: its messages are not handed out any more, and settlements
+    /// count.
     Revoke,
-    /// The assignment ends: its settlements are stale from now on. There is a last commit unless it is
-    /// lost.
+    /// The assignment ends: settlements of its deliveries are stale from now on. Unless the
+    /// assignment is lost, its offsets are committed first.
     EndAssignment { lost: bool },
     /// The partition is assigned again, at the committed offset.
     Assign,
@@ -50,7 +52,7 @@ fn event() -> impl Strategy<Value = HistoryEvent> {
         12 => (0..60_u8).prop_map(|back| HistoryEvent::Accept { back }),
         2 => (0..30_u8).prop_map(|back| HistoryEvent::Release { back }),
         1 => (0..30_u8).prop_map(|back| HistoryEvent::Reject { back }),
-        1 => Just(HistoryEvent::Publish),
+        1 => Just(HistoryEvent::ConfirmDeadLetter),
         4 => Just(HistoryEvent::Commit),
         1 => Just(HistoryEvent::Revoke),
         1 => any::<bool>().prop_map(|lost| HistoryEvent::EndAssignment { lost }),
@@ -60,7 +62,7 @@ fn event() -> impl Strategy<Value = HistoryEvent> {
     ]
 }
 
-/// The offsets of one assignment, in the simplest representation.
+/// The offsets of one assignment, as a map: whether each is settled.
 #[derive(Default)]
 struct ReferenceOffsets {
     settled: BTreeMap<i64, bool>,
@@ -144,7 +146,8 @@ impl PartitionModel {
             (epoch, assignment, ReferenceOffsets::default());
     }
 
-    /// The index of the delivery that was handed out `back` deliveries ago, if it is not settled.
+    /// The index of the delivery that was handed out `back` deliveries before the last one, if it
+    /// is unsettled.
     fn unsettled_index(&self, back: u8) -> Option<usize> {
         let index = self.handed_out.len().checked_sub(1 + usize::from(back))?;
         (self.handed_out[index].1 == HandedOut::Out).then_some(index)
@@ -157,7 +160,7 @@ impl PartitionModel {
         delivery(record(position as i64), epoch)
     }
 
-    /// Whether a settlement of this delivery counts: those of other assignments are stale.
+    /// Whether a settlement of this delivery counts: it is stale if the assignment has ended.
     fn is_assigned(&self, index: usize) -> bool {
         Some(self.handed_out[index].0.epoch) == self.epoch
     }
@@ -238,11 +241,11 @@ impl PartitionModel {
                 };
                 self.unconfirmed.extend((is_assigned).then_some(index));
             }
-            HistoryEvent::Publish => {
+            HistoryEvent::ConfirmDeadLetter => {
                 let Some(index) = self.unconfirmed.pop_front() else {
                     return Ok(());
                 };
-                let is_assigned = self.state.published(&self.delivery(index));
+                let is_assigned = self.state.dead_letter_confirmed(&self.delivery(index));
                 prop_assert_eq!(is_assigned, self.is_assigned(index));
                 if is_assigned {
                     self.reference
@@ -267,7 +270,7 @@ impl PartitionModel {
                 if !lost {
                     self.commit()?;
                 }
-                self.state.forget(&[epoch]);
+                self.state.remove_assignments(&[epoch]);
                 self.start(None, AssignmentState::Revoking);
                 prop_assert_eq!(self.state.commits(), []);
             }
@@ -291,11 +294,13 @@ impl PartitionModel {
                 else {
                     return Ok(());
                 };
-                // Only an offset up to the last one read shows a truncation: the next one is expected.
+                // At most the last offset that was read: the offset after it is expected, and would
+                // not show a truncation.
                 let at = (self.next - i64::from(below)).clamp(0, last);
                 self.state.add_records(vec![record(at), record(at + 1)]);
-                // If a lower offset is unsettled, the new records are dropped, and reading continues at
-                // that offset: if they were added, all offsets below them would count as settled.
+                // If a lower offset is unsettled, the new records are dropped, and reading
+                // continues at that offset: if they were added, all offsets below them would count
+                // as settled.
                 let unsettled = self.reference.unsettled().next();
                 let Some(lowest) = unsettled.filter(|lowest| *lowest < at) else {
                     self.start(Some(self.state.last_epoch), AssignmentState::Active);
@@ -323,7 +328,8 @@ impl PartitionModel {
         self.check_counters()
     }
 
-    /// Each unsettled message is handed out or being published, once everything was handed out.
+    /// Checks, after everything was handed out, that each unsettled message is handed out or its
+    /// dead letter is being published.
     fn check_nothing_is_lost(&self) -> Result<(), TestCaseError> {
         if !self.is_handed_out() {
             return Ok(());
@@ -338,7 +344,7 @@ impl PartitionModel {
         Ok(())
     }
 
-    /// The counters that a rebalance waits for and that limit reading are correct.
+    /// Checks the counters that a rebalance waits for and those that limit reading.
     fn check_counters(&self) -> Result<(), TestCaseError> {
         let is_waited_for = |(receipt, is): &&(Receipt, HandedOut)| {
             Some(receipt.epoch) == self.epoch && matches!(is, HandedOut::Out | HandedOut::Rejected)
@@ -348,7 +354,7 @@ impl PartitionModel {
             self.state.handed_out(&Vec::from_iter(self.epoch)),
             handed_out
         );
-        prop_assert_eq!(self.state.publishing(), self.unconfirmed.len());
+        prop_assert_eq!(self.state.unconfirmed_count(), self.unconfirmed.len());
         // The deliveries of all assignments belong to the one partition of this model.
         let deliveries = &self.state.deliveries;
         let unconfirmed = deliveries.unconfirmed.total();
@@ -372,7 +378,7 @@ impl PartitionModel {
             self.committed = commit.offset;
         }
         prop_assert_eq!(commits.len() <= 1, true);
-        // An offset that is not committed now is not above the committed one.
+        // If nothing is committed now, the committable offset was committed before.
         prop_assert!(
             expected.is_none_or(|expected| expected == self.committed),
             "{expected:?} is not committed at {}",

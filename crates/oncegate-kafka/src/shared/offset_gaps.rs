@@ -1,11 +1,11 @@
 //! Counts and logs the messages that expired before they were read.
 //!
 //! # Workaround
-//! - *Symptom:* an error response resets the cached log start offset. So the gaps between offsets are kept
-//!   until it is known. *Version:* librdkafka 2.12.1.
+//! - *Symptom:* an error response resets the cached log start offset. *Version:* librdkafka 2.12.1.
+//! - *Workaround:* the gaps between offsets are kept until the log start offset is known again.
 //! - *Upstream:* `docs/upstream/librdkafka-watermarks-after-error.md`.
 //! - *Test:* `a_deferred_gap_is_counted_once_when_the_log_start_is_known`, below.
-//! - *May be removed* when the offset is kept.
+//! - *May be removed* when librdkafka keeps the offset.
 
 use std::time::{Duration, Instant};
 
@@ -24,8 +24,8 @@ pub(super) struct GapLog {
     unclassified: ThrottledCount,
 }
 
-/// Counts occurrences, and reports at most once per [`LOG_INTERVAL`] how many have come since the
-/// last report.
+/// Counts messages or gaps, and reports at most once per [`LOG_INTERVAL`] how many were added since
+/// the last report.
 struct ThrottledCount {
     throttle: LogThrottle,
     unreported: u64,
@@ -50,8 +50,9 @@ impl ThrottledCount {
 }
 
 impl SourceState {
-    /// Counts and logs the expired messages in the gaps between offsets that were read, given the
-    /// current log start offset of each partition. While that is unknown, a gap is logged and kept.
+    /// Counts and logs the expired messages in the gaps between offsets that were read.
+    /// `log_start_of` returns the log start offset of a partition; while it is unknown, a gap is
+    /// logged and kept.
     pub(crate) fn count_expired(&mut self, log_start_of: impl Fn(&str, i32) -> Option<i64>) {
         let now = Instant::now();
         for it in self.assigned.values_mut() {
@@ -64,7 +65,7 @@ impl SourceState {
 }
 
 impl AssignedPartition {
-    /// Returns the number of expired messages.
+    /// Counts and logs the expired messages of the partition; returns their number.
     fn classify_gaps(&mut self, log_start: Option<i64>, now: Instant) -> u64 {
         match self.partition.apply(PartitionEvent::LogStart(log_start)) {
             PartitionAction::CountExpired(gaps) => {
@@ -112,7 +113,7 @@ impl AssignedPartition {
                 next,
                 log_start,
                 expired,
-                "messages expired, or offset gap: the log start offset has moved past it, so expired messages cannot be told from compacted records or transaction markers; reading continues at the next message; raise the retention of the topic, or add consumers if the lag grows"
+                "messages expired, or offset gap: the log start offset has moved past the gap, so expired messages cannot be distinguished from compacted records or transaction markers; reading continues at the next message; raise the retention of the topic, or add consumers if the lag grows"
             );
         }
     }
@@ -139,7 +140,7 @@ mod tests {
         state.add_records(vec![record(0, 12)]);
         state.count_expired(|_, _| None);
         assert_eq!(state.expired(), 0);
-        // No message of the second gap expired: it was compacted.
+        // The second gap is above the log start offset: its messages were compacted.
         state.count_expired(|_, _| Some(5));
         state.count_expired(|_, _| Some(5));
         assert_eq!(state.expired(), 5);

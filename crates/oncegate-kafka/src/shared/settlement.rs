@@ -12,11 +12,12 @@ pub(crate) struct RejectedDelivery {
     pub(crate) failure_history: Option<Box<FailureHistory>>,
 }
 
-/// The text of the proof with which the consumer accepts a duplicate.
+/// `Proof::as_str` of an accepted delivery that the consumer skipped as a duplicate.
 const DUPLICATE: &str = "duplicate";
 
 impl<M: StateLock> SharedState<M> {
-    /// Applies settlements, and wakes the polling thread. Returns the deliveries to publish.
+    /// Applies settlements, and wakes the polling thread. Returns the rejected deliveries, whose
+    /// dead letters are to be published.
     pub(crate) fn settle(&self, settled: &mut Vec<Settled>) -> Vec<RejectedDelivery> {
         let mut rejected = Vec::new();
         let mut state = self.lock();
@@ -63,9 +64,9 @@ pub(crate) fn count_if_stale(is_assigned: bool) {
 }
 
 impl SourceState {
-    /// Counts and logs a duplicate whose id may be that of another message. Ids that are made from
-    /// positions repeat in a recreated topic, in a replica and after a truncation, so new messages are
-    /// skipped as duplicates. Only the source knows that positions repeat.
+    /// Counts and logs a duplicate whose id may be that of another message. The ids of
+    /// `IdSource::position()` repeat in a recreated topic, in a replica and after a truncation, so
+    /// the consumer skips new messages as duplicates. Only the source knows that offsets repeat.
     fn check_repeated_id(&mut self, delivery: &Delivery) {
         let Receipt {
             epoch,
@@ -75,7 +76,8 @@ impl SourceState {
         let assigned = self.assigned.get_mut(&epoch);
         // Lossless: `position` was converted from an `i64` offset.
         let may_repeat = |ids: crate::partition::PositionIds| ids.may_repeat(position as i64);
-        let Some(assigned) = assigned.filter(|it| may_repeat(it.partition.log().ids)) else {
+        let Some(assigned) = assigned.filter(|it| may_repeat(it.partition.log().position_ids))
+        else {
             return;
         };
         metrics::counter!(crate::metric::IDS_REPEATED).increment(1);
@@ -84,9 +86,9 @@ impl SourceState {
                 topic = &*assigned.topic,
                 partition,
                 offset = position,
-                "ids repeated: the topic was recreated, is a replica, or its log was truncated, and the ids of its messages were handled before; \
-                 with IdSource::position(), these are other messages, which are skipped: give the consumer another .scope(…) and reset the \
-                 group's offsets; if producers set the ids, the messages were sent again, or handled before a rebalance"
+                "ids repeated: the topic was recreated, is a replica, or its log was truncated, and a message was skipped because its id was handled before; \
+                 with IdSource::position(), it is another message than the handled one: give the consumer another .scope(…) and reset the \
+                 group's offsets; if producers set the ids, the message was sent again, or was redelivered after a rebalance"
             );
         }
     }

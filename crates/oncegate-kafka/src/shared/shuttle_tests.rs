@@ -51,7 +51,7 @@ fn started() -> (Arc<SharedState<ShuttleLock>>, Vec<Delivery>) {
     (shared, deliveries)
 }
 
-/// Two threads that settle these deliveries one by one, the last ones first.
+/// Starts two threads that settle these deliveries one by one, in descending order.
 fn settle_beside(
     shared: &Arc<SharedState<ShuttleLock>>,
     mut deliveries: Vec<Delivery>,
@@ -73,7 +73,7 @@ fn settle_beside(
     vec![settle(deliveries), settle(others)]
 }
 
-/// Takes the offset to commit, which never decreases.
+/// Commits, and checks that the committed offset does not decrease.
 fn commit(shared: &SharedState<ShuttleLock>, committed_offset: &mut i64) {
     for (offset, _) in committed(&mut shared.lock()) {
         assert!(
@@ -127,7 +127,8 @@ fn settlements_of_a_lost_assignment_do_not_affect_the_next_one_in_any_schedule()
                 |_| never_called(),
                 never_called,
             );
-            // The partition is assigned again at the committed offset: its messages are redelivered.
+            // The partition is assigned again at the committed offset: its messages are
+            // redelivered.
             let start = StartPosition::Committed(committed_offset);
             assign(&mut shared.lock(), 0, start);
             shared.add_records(

@@ -1,4 +1,4 @@
-//! What is reported of the assigned partitions.
+//! The status of the assigned partitions.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,20 +19,20 @@ impl SourceState {
     /// Records the end of a partition's log.
     pub(crate) fn set_log_end(&mut self, topic: &str, partition: i32, offset: i64) {
         let mut assigned = self.assigned.values_mut();
-        if let Some(it) = assigned.find(|it| it.is(topic, partition)) {
+        if let Some(it) = assigned.find(|it| it.is_partition(topic, partition)) {
             it.log_end = Some(offset);
         }
     }
 
     /// Assignment epoch, topic, partition and position of each partition that is being read.
     pub(crate) fn read_positions(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
-        // Includes partitions whose seek fails repeatedly: they make no progress either. A full
-        // partition is not read on purpose.
-        let crowded = self.crowded();
+        // Includes partitions whose seek fails repeatedly, so that they count as stalled. Excludes
+        // full partitions, which are not read on purpose.
+        let above_mean = self.above_mean();
         let is_read = |it: &AssignedPartition| {
             let state = it.partition.state();
             matches!(state, AssignmentState::Active | AssignmentState::Seeking)
-                && !self.is_full(it, &crowded)
+                && !self.is_full(it, &above_mean)
         };
         self.assigned
             .iter()

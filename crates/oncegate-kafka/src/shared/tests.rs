@@ -4,7 +4,7 @@ use oncegate_core::Headers;
 
 use super::capacity::{MAX_SPAN, MAX_UNCONFIRMED, MAX_UNCONFIRMED_BYTES};
 use super::deliveries::{MAX_READY, MAX_READY_BYTES};
-use super::unconfirmed::Backlog;
+use super::unconfirmed::MessageTotals;
 use super::*;
 
 pub(crate) fn record(partition: i32, offset: i64) -> ConsumerRecord {
@@ -81,7 +81,7 @@ fn positions(deliveries: &[Delivery]) -> Vec<i64> {
     positions.collect()
 }
 
-pub(crate) fn committed(state: &mut SourceState) -> Vec<(i64, SendMode)> {
+pub(crate) fn committed(state: &mut SourceState) -> Vec<(i64, OffsetCommitMode)> {
     let commits = state.commits().into_iter();
     commits.map(|it| (it.offset, it.mode)).collect()
 }
@@ -97,7 +97,7 @@ fn revoke(state: &mut SourceState) -> u64 {
     epoch
 }
 
-/// librdkafka accepts all pending seeks.
+/// Performs all pending seeks, successfully.
 fn seek(shared: &SharedState) {
     let seeks = shared.lock().pending_seeks();
     for (topic, partition, _) in seeks {
@@ -128,11 +128,11 @@ fn a_revoked_partition_hands_out_nothing_more_and_still_counts_settlements() {
             topic: Arc::from("t"),
             partition: 0,
             offset: 1,
-            mode: SendMode::Immediate,
+            mode: OffsetCommitMode::Immediate,
             identity: None
         }]
     );
-    state.forget(&[epoch]);
+    state.remove_assignments(&[epoch]);
     assert!(!state.accept(&first[1].receipt));
     assert_eq!(state.commits(), []);
 }
@@ -142,11 +142,11 @@ fn a_partition_that_is_assigned_again_has_another_assignment_epoch() {
     let mut state = read(5..7);
     let (_, before) = hand_out(&mut state);
     let epoch = revoke(&mut state);
-    state.forget(&[epoch]);
+    state.remove_assignments(&[epoch]);
     assign(&mut state, 0, StartPosition::Unknown);
     add_records(&mut state, 0, [5, 6]);
     assert!(!state.accept(&before[0].receipt));
-    assert_eq!(committed(&mut state), [(5, SendMode::Immediate)]);
+    assert_eq!(committed(&mut state), [(5, OffsetCommitMode::Immediate)]);
     let (_, after) = hand_out(&mut state);
     assert!(state.accept(&after[0].receipt));
     assert_eq!(state.commits()[0].offset, 6);
@@ -168,17 +168,17 @@ fn an_assignment_ends_an_earlier_one_of_the_same_partition() {
 fn a_lower_offset_starts_another_assignment() {
     let mut state = read(5..8);
     let (_, before) = hand_out(&mut state);
-    assert_eq!(committed(&mut state), [(5, SendMode::Immediate)]);
+    assert_eq!(committed(&mut state), [(5, OffsetCommitMode::Immediate)]);
     add_records(&mut state, 0, [2, 3]);
-    // The committed offset is above every new one: the lower offset must be committed at once, or
-    // it never would be.
-    assert_eq!(committed(&mut state), [(2, SendMode::Immediate)]);
+    // librdkafka commits no stored offset below the committed one, so the lower offset is committed
+    // at once.
+    assert_eq!(committed(&mut state), [(2, OffsetCommitMode::Immediate)]);
     let (revoked, after) = hand_out(&mut state);
     assert_eq!(revoked, [before[0].receipt.epoch]);
     assert_eq!(positions(&after), [2, 3]);
     assert!(!state.accept(&before[0].receipt));
     assert!(state.accept(&after[0].receipt));
-    assert_eq!(committed(&mut state), [(3, SendMode::Stored)]);
+    assert_eq!(committed(&mut state), [(3, OffsetCommitMode::Stored)]);
 }
 
 #[test]
@@ -190,7 +190,10 @@ fn unsettled_messages_below_a_truncation_are_read_again() {
     }
     // 2 and 4 to 9 are not settled; 2 is released.
     shared.lock().release(before.remove(2));
-    assert_eq!(committed(&mut shared.lock()), [(2, SendMode::Immediate)]);
+    assert_eq!(
+        committed(&mut shared.lock()),
+        [(2, OffsetCommitMode::Immediate)]
+    );
 
     assert_eq!(shared.add_records(vec![record(0, 7), record(0, 8)]), []);
     let (revoked, after) = hand_out(&mut shared.lock());
@@ -199,7 +202,10 @@ fn unsettled_messages_below_a_truncation_are_read_again() {
         (vec![before[0].receipt.epoch], 0),
         "the records are dropped; if they were added, 2 to 6 would count as settled"
     );
-    assert_eq!(committed(&mut shared.lock()), [(2, SendMode::Immediate)]);
+    assert_eq!(
+        committed(&mut shared.lock()),
+        [(2, OffsetCommitMode::Immediate)]
+    );
 
     assert_eq!(shared.lock().pending_seeks(), [(Arc::from("t"), 0, 2)]);
     seek(&shared);
@@ -211,7 +217,10 @@ fn unsettled_messages_below_a_truncation_are_read_again() {
     }
     assert_eq!(committed(&mut shared.lock()), [], "2 is not settled");
     shared.lock().accept(&again[0].receipt);
-    assert_eq!(committed(&mut shared.lock()), [(9, SendMode::Stored)]);
+    assert_eq!(
+        committed(&mut shared.lock()),
+        [(9, OffsetCommitMode::Stored)]
+    );
 }
 
 #[test]
@@ -235,7 +244,10 @@ fn no_records_are_added_after_a_partition_was_halted() {
     }
     assert_eq!(
         committed(&mut state),
-        [(7, SendMode::Immediate), (4, SendMode::Immediate)]
+        [
+            (7, OffsetCommitMode::Immediate),
+            (4, OffsetCommitMode::Immediate)
+        ]
     );
 }
 
@@ -279,13 +291,13 @@ fn nothing_is_read_while_too_much_is_ready() {
     assert!(full.room() > 0);
 }
 
-/// Makes this many messages of partition 0 count as unconfirmed dead letters.
-fn publishing(state: &mut SourceState, count: usize, bytes: usize) {
+/// Sets the number and size of the unconfirmed dead letters, all of partition 0.
+fn set_unconfirmed(state: &mut SourceState, count: usize, bytes: usize) {
     let unconfirmed = &mut state.deliveries.unconfirmed;
-    unconfirmed.set("t", 0, Backlog { count, bytes });
+    unconfirmed.set("t", 0, MessageTotals { count, bytes });
 }
 
-/// Partition 0, as a full one.
+/// The full partitions, if only partition 0 is full.
 fn full_partition() -> Vec<(Arc<str>, i32)> {
     vec![(Arc::from("t"), 0)]
 }
@@ -294,7 +306,7 @@ fn full_partition() -> Vec<(Arc<str>, i32)> {
 fn a_partition_that_is_full_of_dead_letters_is_not_read_but_others_are() {
     for (count, bytes) in [(MAX_UNCONFIRMED, 0), (1, MAX_UNCONFIRMED_BYTES)] {
         let mut state = read(0..1);
-        publishing(&mut state, count, bytes);
+        set_unconfirmed(&mut state, count, bytes);
         assert_eq!(
             (state.room(), state.full_partitions()),
             (0, full_partition()),
@@ -307,7 +319,7 @@ fn a_partition_that_is_full_of_dead_letters_is_not_read_but_others_are() {
         );
         let read: Vec<i32> = state.read_positions().iter().map(|it| it.2).collect();
         assert_eq!(read, [1], "a full partition is not checked for stalls");
-        publishing(&mut state, count - 1, bytes.saturating_sub(1));
+        set_unconfirmed(&mut state, count - 1, bytes.saturating_sub(1));
         assert_eq!(state.full_partitions(), []);
     }
 }
@@ -315,7 +327,7 @@ fn a_partition_that_is_full_of_dead_letters_is_not_read_but_others_are() {
 #[test]
 fn a_partition_with_less_than_its_share_is_read_even_if_others_have_many_dead_letters() {
     let mut state = read(0..1);
-    publishing(&mut state, MAX_UNCONFIRMED, 0);
+    set_unconfirmed(&mut state, MAX_UNCONFIRMED, 0);
     assign(&mut state, 1, StartPosition::Unknown);
     add_records(&mut state, 1, 0..MAX_UNCONFIRMED as i64 / 2);
     let (_, deliveries) = hand_out(&mut state);
@@ -356,11 +368,11 @@ fn a_partition_is_not_read_while_one_delivery_blocks_the_maximum_span() {
     state.accept(&first[0].receipt);
     assert_eq!(state.full_partitions(), []);
     let commits = committed(&mut state);
-    assert_eq!(commits, [(MAX_SPAN as i64, SendMode::Immediate)]);
+    assert_eq!(commits, [(MAX_SPAN as i64, OffsetCommitMode::Immediate)]);
 }
 
-/// While the consumer's queue fills, mostly with deliveries of one partition, only the others are read
-/// and handed out.
+/// While the consumer's queue fills, mostly with deliveries of one partition, only the others are
+/// read and handed out.
 #[test]
 fn while_the_queue_fills_a_partition_with_more_than_its_share_waits() {
     let mut state = read(0..10);
@@ -406,7 +418,7 @@ fn deliveries_that_are_held_back_are_dropped_with_their_assignment() {
     assert_eq!(hand_out(&mut state).1.len(), 0);
 }
 
-fn unconfirmed(state: &SourceState) -> Backlog {
+fn unconfirmed(state: &SourceState) -> MessageTotals {
     state.deliveries.unconfirmed.total()
 }
 
@@ -417,15 +429,21 @@ fn unconfirmed_dead_letters_count_by_size() {
     for delivery in &deliveries {
         assert!(state.reject(delivery));
     }
-    let expected = |count, bytes| (count, Backlog { count, bytes });
-    assert_eq!((state.publishing(), unconfirmed(&state)), expected(2, 2));
-    assert!(state.published(&deliveries[1]));
-    assert_eq!((state.publishing(), unconfirmed(&state)), expected(1, 1));
+    let expected = |count, bytes| (count, MessageTotals { count, bytes });
+    assert_eq!(
+        (state.unconfirmed_count(), unconfirmed(&state)),
+        expected(2, 2)
+    );
+    assert!(state.dead_letter_confirmed(&deliveries[1]));
+    assert_eq!(
+        (state.unconfirmed_count(), unconfirmed(&state)),
+        expected(1, 1)
+    );
     add_records(&mut state, 0, [2]);
     let one = Limit { count: 1, bytes: 1 };
     state.hand_out(one, 0, &mut Vec::new(), &mut Vec::new());
     assert_eq!(
-        (state.publishing(), unconfirmed(&state)),
+        (state.unconfirmed_count(), unconfirmed(&state)),
         expected(2, 2),
         "a body above the limit counts as a dead letter"
     );
@@ -433,8 +451,8 @@ fn unconfirmed_dead_letters_count_by_size() {
     assert_eq!(of_partition, unconfirmed(&state));
 }
 
-/// Otherwise each rebalance would let the partition be read up to the limit again while its dead
-/// letters cannot be published.
+/// If they did not count, the partition would be read up to the limit again after each rebalance,
+/// while its dead letters cannot be published.
 #[test]
 fn a_partition_that_is_assigned_again_still_has_its_unconfirmed_dead_letters() {
     let mut state = read(0..1);
@@ -447,7 +465,7 @@ fn a_partition_that_is_assigned_again_still_has_its_unconfirmed_dead_letters() {
     }
     assert_eq!(state.full_partitions(), full_partition());
     let epoch = revoke(&mut state);
-    state.forget(&[epoch]);
+    state.remove_assignments(&[epoch]);
     assert_eq!(unconfirmed(&state).count, MAX_UNCONFIRMED);
     assign(&mut state, 0, StartPosition::Committed(0));
     assert_eq!(
@@ -455,14 +473,14 @@ fn a_partition_that_is_assigned_again_still_has_its_unconfirmed_dead_letters() {
         (0, full_partition())
     );
     // The dead letter of an assignment that has ended.
-    assert!(!state.published(&deliveries[0]));
+    assert!(!state.dead_letter_confirmed(&deliveries[0]));
     assert_eq!(state.full_partitions(), []);
     for delivery in &deliveries[1..] {
-        state.published(delivery);
+        state.dead_letter_confirmed(delivery);
     }
     assert_eq!(
-        (state.publishing(), unconfirmed(&state)),
-        (0, Backlog::default())
+        (state.unconfirmed_count(), unconfirmed(&state)),
+        (0, MessageTotals::default())
     );
 }
 
@@ -485,8 +503,12 @@ fn a_recreated_topic_is_not_read_before_a_seek_succeeds() {
     let (revoked, _) = hand_out(&mut shared.lock());
     assert_eq!(revoked, [before[0].receipt.epoch]);
     assert!(!shared.lock().accept(&before[0].receipt));
-    // The next owner of the partition starts there, and not at an offset of the deleted topic.
-    assert_eq!(committed(&mut shared.lock()), [(0, SendMode::Immediate)]);
+    // Offset 0 is committed, so that the next owner of the partition does not start at an offset of
+    // the deleted topic.
+    assert_eq!(
+        committed(&mut shared.lock()),
+        [(0, OffsetCommitMode::Immediate)]
+    );
     for _ in 0..3 {
         assert_eq!(shared.lock().pending_seeks(), [(Arc::from("t"), 0, 0)]);
         // Records of the new topic, above the last offset of the deleted one.
@@ -500,7 +522,10 @@ fn a_recreated_topic_is_not_read_before_a_seek_succeeds() {
     let (_, after) = hand_out(&mut shared.lock());
     assert_eq!(positions(&after), [0, 1]);
     assert!(shared.lock().accept(&after[0].receipt));
-    assert_eq!(committed(&mut shared.lock()), [(1, SendMode::Stored)]);
+    assert_eq!(
+        committed(&mut shared.lock()),
+        [(1, OffsetCommitMode::Stored)]
+    );
 }
 
 #[test]
@@ -508,7 +533,7 @@ fn a_partition_that_is_lost_during_a_seek_is_not_read() {
     let shared = read_and_shared(5..8);
     shared.restart_topic("t", Some(identity("another")));
     let epochs = shared.revoke(&partition_zero());
-    shared.lock().forget(&epochs);
+    shared.lock().remove_assignments(&epochs);
     shared.lock().apply("t", 0, PartitionEvent::Sought);
     add_records(&mut shared.lock(), 0, [0]);
     assert_eq!(hand_out(&mut shared.lock()).1.len(), 0);
@@ -530,7 +555,7 @@ fn revoked_partitions_are_drained_and_committed_and_lost_ones_are_neither() {
         let store = || stored.borrow_mut().extend(committed(&mut shared.lock()));
         let unsettled = shared.end_assignments(&partition_zero(), kind, drain, store);
         let expected = match kind {
-            RevocationKind::Revoked => (1, vec![(7, SendMode::Immediate)], 1),
+            RevocationKind::Revoked => (1, vec![(7, OffsetCommitMode::Immediate)], 1),
             RevocationKind::Lost => (0, vec![], 2),
         };
         assert_eq!((drained.get(), stored.take(), unsettled), expected);

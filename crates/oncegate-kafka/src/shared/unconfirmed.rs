@@ -8,12 +8,12 @@ use oncegate_core::Delivery;
 
 /// A number of messages and their size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Backlog {
+pub(super) struct MessageTotals {
     pub(super) count: usize,
     pub(super) bytes: usize,
 }
 
-impl Backlog {
+impl MessageTotals {
     fn add(&mut self, bytes: usize) {
         (self.count, self.bytes) = (self.count + 1, self.bytes + bytes);
     }
@@ -33,16 +33,16 @@ impl Backlog {
 /// still has its unconfirmed dead letters.
 #[derive(Debug, Default)]
 pub(super) struct UnconfirmedDeadLetters {
-    total: Backlog,
-    by_partition: HashMap<(Arc<str>, u32), PartitionBacklog>,
+    total: MessageTotals,
+    by_partition: HashMap<(Arc<str>, u32), PartitionTotals>,
 }
 
-/// Those of one partition, of all its assignments.
+/// The messages of one partition that are being published, from all assignments of the partition.
 #[derive(Debug, Default)]
-struct PartitionBacklog {
-    backlog: Backlog,
-    /// How many dead letters of each offset are not confirmed: after a rebalance a message may be
-    /// rejected again before that.
+struct PartitionTotals {
+    totals: MessageTotals,
+    /// How many unconfirmed dead letters each offset has. After a rebalance, a message may be
+    /// rejected again before its first dead letter is confirmed.
     offsets: HashMap<u64, usize>,
 }
 
@@ -52,7 +52,7 @@ impl UnconfirmedDeadLetters {
         let bytes = delivery.message.size();
         self.total.add(bytes);
         let own = self.by_partition.entry(partition_of(delivery)).or_default();
-        own.backlog.add(bytes);
+        own.totals.add(bytes);
         *own.offsets.entry(delivery.receipt.position).or_default() += 1;
     }
 
@@ -61,8 +61,8 @@ impl UnconfirmedDeadLetters {
         let (bytes, partition) = (delivery.message.size(), partition_of(delivery));
         self.total.remove(bytes);
         if let Some(own) = self.by_partition.get_mut(&partition) {
-            own.backlog.remove(bytes);
-            if own.backlog.count == 0 {
+            own.totals.remove(bytes);
+            if own.totals.count == 0 {
                 self.by_partition.remove(&partition);
             } else if let Entry::Occupied(mut count) = own.offsets.entry(delivery.receipt.position)
             {
@@ -74,28 +74,28 @@ impl UnconfirmedDeadLetters {
         }
     }
 
-    /// Replaces all counts by this backlog of one partition.
+    /// Replaces all counts by these totals of one partition.
     #[cfg(test)]
-    pub(super) fn set(&mut self, topic: &str, partition: u32, backlog: Backlog) {
-        self.total = backlog;
-        let own = PartitionBacklog {
-            backlog,
+    pub(super) fn set(&mut self, topic: &str, partition: u32, totals: MessageTotals) {
+        self.total = totals;
+        let own = PartitionTotals {
+            totals,
             offsets: HashMap::new(),
         };
         self.by_partition = HashMap::from([((Arc::from(topic), partition), own)]);
     }
 
-    pub(super) fn total(&self) -> Backlog {
+    pub(super) fn total(&self) -> MessageTotals {
         self.total
     }
 
-    /// Those of one partition, of all its assignments.
-    pub(super) fn of(&self, topic: &Arc<str>, partition: i32) -> Backlog {
+    /// The totals of one partition, from all its assignments.
+    pub(super) fn of(&self, topic: &Arc<str>, partition: i32) -> MessageTotals {
         self.partition(topic, partition)
-            .map_or_else(Backlog::default, |own| own.backlog)
+            .map_or_else(MessageTotals::default, |own| own.totals)
     }
 
-    /// Whether the dead letter of this message is not confirmed.
+    /// Whether a dead letter of this message is not confirmed yet.
     pub(super) fn contains(&self, topic: &Arc<str>, partition: i32, offset: i64) -> bool {
         let offset = u64::try_from(offset).ok();
         self.partition(topic, partition)
@@ -103,7 +103,7 @@ impl UnconfirmedDeadLetters {
             .is_some_and(|(own, offset)| own.offsets.contains_key(&offset))
     }
 
-    fn partition(&self, topic: &Arc<str>, partition: i32) -> Option<&PartitionBacklog> {
+    fn partition(&self, topic: &Arc<str>, partition: i32) -> Option<&PartitionTotals> {
         let partition = u32::try_from(partition).ok()?;
         self.by_partition.get(&(topic.clone(), partition))
     }

@@ -59,7 +59,7 @@ async fn finds_missing_topics() {
         ),
         (
             "topic = \"t\"\ndead-letters = \"bad\"\nin-doubt = \"bad\"",
-            "kafka.in-doubt: `bad` is the dead-letter topic, too",
+            "kafka.in-doubt: `bad` is also the dead-letter topic",
         ),
         ("topic = \"t\"\npassword = \"x\"", "does not use SASL"),
     ] {
