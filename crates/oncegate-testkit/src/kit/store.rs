@@ -22,9 +22,9 @@ pub(super) struct KitStore {
 #[derive(Clone, Copy)]
 struct MarkerRow {
     marker: Marker,
-    /// The number of the consumer that wrote it.
+    /// The generation of the consumer that wrote the marker.
     generation: u32,
-    /// The number of in-doubt messages of this id when it was written.
+    /// The number of in-doubt messages of this id when the marker was written.
     in_doubt: usize,
 }
 
