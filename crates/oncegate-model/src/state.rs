@@ -94,7 +94,7 @@ pub struct ModelConsumer {
     pub(crate) late_completion: Option<(Token, Option<u32>)>,
 }
 
-/// One delivery in a consumer, with what a consumer knows about it.
+/// One delivery, in the state of its consumer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ModelDelivery {
     /// The message that the broker redelivers if the delivery is not settled.

@@ -34,11 +34,11 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
     });
     match *action {
         ModelAction::Deliver(at, message) if message.body == 0 => format!(
-            "the message is delivered to {}, which asks to claim it",
+            "the message is delivered to {}, which sends a claim",
             consumer(at)
         ),
         ModelAction::Deliver(at, _) => format!(
-            "the message with the other body is delivered to {}, which asks to claim it",
+            "the message with the other body is delivered to {}, which sends a claim",
             consumer(at)
         ),
         ModelAction::PublishAgain => "the producer publishes the message again".into(),

@@ -262,9 +262,9 @@ impl BadInputConsumer {
     /// Waits until the consumer has counted the published messages of a row, and compares outcomes,
     /// effects and log lines with the expected ones. The test itself checks the dead letters.
     ///
-    /// Of the messages that the consumer rejects, the log line of the first must contain its
-    /// reason, its id if it has one, and `origin`. Of those that the source rejects on the
-    /// consumer's thread, the log line of the first must contain `origin`.
+    /// If the consumer rejects the messages of the row, the log line of the first must contain its
+    /// reason, its id if it has one, and `origin`. If the source rejects them on the consumer's
+    /// thread, the log line of the first must contain `origin`.
     ///
     /// # Panics
     /// If something differs.

@@ -168,8 +168,8 @@ impl Rounds {
     /// affects both.
     ///
     /// # Panics
-    /// If the other messages took more than a tenth longer beside a poison message, by the median
-    /// of all rounds.
+    /// If the other messages took more than a tenth longer with a poison message than without it,
+    /// by the median of all rounds.
     pub fn assert_slowdown_limit(&self) {
         let mut ratios: Vec<f64> = self
             .with

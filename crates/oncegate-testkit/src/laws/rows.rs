@@ -153,7 +153,8 @@ fn claimant_of(hold: &Hold) -> Claimant {
         horizon,
         ..
     } = *hold;
-    // In at most once the store keeps an unresolved marker for its horizon, whatever the window is.
+    // In at most once the expiry of an unresolved marker (its horizon) does not depend on the
+    // window.
     let window = if guarantee == AT_MOST_ONCE {
         terms(guarantee).window
     } else {

@@ -411,8 +411,8 @@ pub async fn another_body_conflicts_with_an_in_doubt_rejected_or_done_id(store: 
     check_rows(&*store, &rows).await;
 }
 
-/// The same body is no conflict, and neither is a body that cannot be compared: a claim without a
-/// fingerprint, or a marker without one, such as the bare `1` of another program.
+/// A claim does not conflict if it has the same fingerprint as the marker, or if one of the two has
+/// no fingerprint, such as the marker `1` of another program.
 pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH_GUARANTEES {

@@ -139,7 +139,7 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
     }
 }
 
-/// An operation without effect neither lengthens nor shortens a lease.
+/// An operation without effect does not change when a lease ends.
 pub async fn an_operation_without_effect_does_not_extend_a_lease(store: Arc<dyn Store>) {
     let holder = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).lease(LEASE);
     let key = key("k");
