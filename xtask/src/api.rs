@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::Error;
-use crate::setup::{call, root, target_directory};
+use crate::setup::{root, run_program, target_directory};
 
 /// The published libraries.
 pub(crate) const LIBRARIES: &[&str] = &[
@@ -29,8 +29,8 @@ pub(crate) struct Arguments {
     write: bool,
 }
 
-/// Compares the listings with the code, or writes them. A difference is printed as a unified diff
-/// of each crate, and is an error.
+/// Compares the listings with the code, or writes them. Prints each difference as a unified diff,
+/// and fails if there is one.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     document()?;
     let mut changed = Vec::new();
@@ -45,10 +45,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
         }
     }
     if changed.is_empty() {
-        println!("api: {} libraries", LIBRARIES.len());
+        println!("api: {} libraries equal their api.txt", LIBRARIES.len());
         return Ok(());
     }
-    Err(Error::ByHand(format!(
+    Err(Error::ActionRequired(format!(
         "the public API of {} differs from api.txt; if that is intended: cargo xtask api --write",
         changed.join(", ")
     )))
@@ -57,7 +57,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
 /// Writes rustdoc's JSON for all libraries, all features enabled.
 ///
 /// Stable rustdoc writes JSON only with `RUSTC_BOOTSTRAP`. A script sets the variable for rustdoc
-/// alone: build scripts of dependencies watch it, so cargo would run them again.
+/// alone, because cargo runs the build scripts of dependencies again when the variable changes.
 fn document() -> Result<(), Error> {
     let script = target_directory().join("xtask/rustdoc");
     std::fs::create_dir_all(script.parent().expect("the script has a parent directory")).map_err(
@@ -85,7 +85,7 @@ fn document() -> Result<(), Error> {
     for library in LIBRARIES {
         cargo.args(["-p", library]);
     }
-    call(&mut cargo)
+    run_program(&mut cargo)
 }
 
 /// The public items of a library, sorted, one per line. Lists derived implementations without their
@@ -102,7 +102,7 @@ fn listing(library: &str) -> Result<String, Error> {
             .omit_auto_derived_impls(without_derived)
             .build()
             .map_err(|error| {
-                Error::ByHand(format!(
+                Error::ActionRequired(format!(
                     "{}: {error}; the crate public-api in Cargo.toml must read what this rustdoc writes",
                     json.display()
                 ))

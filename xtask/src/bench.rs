@@ -9,7 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Error;
 use crate::setup;
-use crate::stopping::Stopping;
+use crate::stopping::StopSignals;
 
 #[derive(clap::Args)]
 #[command(disable_help_flag = true)]
@@ -33,7 +33,7 @@ pub(crate) fn run(
         arguments,
     }: &Arguments,
 ) -> Result<(), Error> {
-    let stopping = Stopping::on_signals()?;
+    let stopping = StopSignals::on_signals()?;
     setup::run()?;
     stopping.check()?;
     if *guard {
@@ -49,8 +49,8 @@ pub(crate) fn run(
         source,
     };
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    // The opt-level with which dependents of oncegate build SQLite; this workspace lowers it to
-    // build faster.
+    // The opt-level with which users of oncegate build SQLite; this workspace lowers it to build
+    // faster.
     cargo.args([
         "run",
         "--config",
@@ -74,7 +74,7 @@ pub(crate) fn run(
             };
         }
         if stopping.is_requested() && !signal_sent {
-            // SIGTERM once: the program then stops its servers before it ends.
+            // One SIGTERM, after which the program stops its servers and ends.
             signal_sent = true;
             let _ = kill_process(Pid::from_child(&child), Signal::TERM);
         }

@@ -4,18 +4,19 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use crate::Error;
-use crate::setup::{call, root, target_directory};
+use crate::setup::{root, run_program, target_directory};
 
 /// The version of mdBook.
 const VERSION: &str = "0.5.4";
 
-/// Builds the book into `target/book`. If necessary it first installs this version of mdBook into
+/// Builds the book into `target/book`. If mdBook is missing, first installs it into
 /// `$ONCEGATE_CACHE/mdbook-<version>`, by default in `~/.cache/oncegate`.
 pub(crate) fn run() -> Result<(), Error> {
     let mdbook = installed()?;
     let into = target_directory().join("book");
     let mut command = Command::new(&mdbook);
-    // mdBook versions differ in the variable; the value of the user could hide warnings.
+    // The versions of mdBook read different variables for the log level. The user's values could
+    // hide warnings.
     command.env("RUST_LOG", "info").env("MDBOOK_LOG", "info");
     command
         .arg("build")
@@ -36,7 +37,7 @@ pub(crate) fn run() -> Result<(), Error> {
             println!("book: {}", into.join("index.html").display());
             Ok(())
         }
-        count => Err(Error::ByHand(format!(
+        count => Err(Error::ActionRequired(format!(
             "the book has {count} warnings; fix those printed above"
         ))),
     }
@@ -52,7 +53,8 @@ fn installed() -> Result<PathBuf, Error> {
             directory.display()
         );
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        // Without its server and its search, and quickly built: it runs for a second.
+        // Without the features for serving and searching, and as a debug build, which compiles
+        // faster: mdBook runs only for a second.
         cargo
             .args([
                 "install",
@@ -65,7 +67,7 @@ fn installed() -> Result<PathBuf, Error> {
                 "--root",
             ])
             .arg(&directory);
-        call(&mut cargo)?;
+        run_program(&mut cargo)?;
     }
     Ok(mdbook)
 }

@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Error;
 use crate::setup;
-use crate::stopping::Stopping;
+use crate::stopping::StopSignals;
 
 #[derive(clap::Args)]
 #[command(disable_help_flag = true)]
@@ -19,7 +19,7 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
-    let stopping = Stopping::on_signals()?;
+    let stopping = StopSignals::on_signals()?;
     setup::run()?;
     stopping.check()?;
     let has = |wanted: &str| arguments.iter().any(|argument| argument == wanted);
@@ -74,7 +74,7 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
 }
 
 /// Copies the source to `target/chaos-build/mutants`, and applies the patch that adds the mutants:
-/// broken behaviour that the harness must detect, which one environment variable selects.
+/// broken behaviour that the harness must detect. An environment variable selects the mutant.
 fn patched_source() -> Result<PathBuf, Error> {
     let into = setup::root().join("target/chaos-build/mutants");
     let shown = "git ls-files";
@@ -103,11 +103,12 @@ fn patched_source() -> Result<PathBuf, Error> {
             "GIT_CEILING_DIRECTORIES",
             setup::root().join("target/chaos-build"),
         );
-    setup::call(&mut apply)?;
+    setup::run_program(&mut apply)?;
     Ok(into)
 }
 
-/// Keeps the modification time of files that are equal, so that cargo does not build them again.
+/// Copies a file unless the copy is equal. Cargo does not build an unchanged copy again, because
+/// its modification time stays the same.
 fn copy_if_changed(from: &Path, to: &Path) -> std::io::Result<()> {
     let Ok(content) = std::fs::read(from) else {
         return Ok(()); // deleted in the working tree
@@ -128,7 +129,7 @@ fn cargo(arguments: &[&str]) -> Command {
 }
 
 /// Runs a program to its end; forwards a stop signal as SIGTERM.
-fn wait(mut command: Command, shown: &str, stopping: &Stopping) -> Result<(), Error> {
+fn wait(mut command: Command, shown: &str, stopping: &StopSignals) -> Result<(), Error> {
     let cannot = |source| Error::CannotRun {
         program: shown.to_owned(),
         source,
@@ -148,7 +149,7 @@ fn wait(mut command: Command, shown: &str, stopping: &Stopping) -> Result<(), Er
             };
         }
         if stopping.is_requested() && !signal_sent {
-            // SIGTERM once: the program then stops its servers before it ends.
+            // One SIGTERM, after which the program stops its servers and ends.
             signal_sent = true;
             let _ = kill_process(Pid::from_child(&child), Signal::TERM);
         }

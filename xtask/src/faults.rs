@@ -34,5 +34,5 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
         .env("ONCEGATE_FAULT_ROUNDS", arguments.rounds.to_string())
         .env("ONCEGATE_FAULT_RATE", arguments.rate.to_string())
         .current_dir(setup::root());
-    setup::call(&mut cargo)
+    setup::run_program(&mut cargo)
 }

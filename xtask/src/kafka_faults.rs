@@ -1,4 +1,4 @@
-//! `kafka-faults`: the long tests of faults of Kafka brokers and group members.
+//! `kafka-faults`: the long-running tests with faults of Kafka brokers and group members.
 
 use std::process::Command;
 

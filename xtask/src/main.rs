@@ -1,7 +1,7 @@
 //! Development commands of oncegate: `cargo xtask help`.
 //!
-//! Links no client library, so it compiles on a machine that has only Rust; `setup` installs the
-//! rest.
+//! This crate links no client library, so it compiles on a machine that has only Rust; `setup`
+//! installs the other requirements.
 #![forbid(unsafe_code)]
 
 mod api;
@@ -29,10 +29,10 @@ use oncegate_testkit::servers::{SERVER_SET, ServerSet};
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 struct Arguments {
-    /// The releases of the servers: debian12 (the packages of the host), today (RabbitMQ 4 and
-    /// Valkey 9), today-redis (RabbitMQ 4 and Redis 8), kafka-3.9 (as debian12, with an older Kafka). The
-    /// newer packages are unpacked into the cache, beside the host's; that needs root and a Debian
-    /// host. Default: ONCEGATE_SERVERS, or debian12.
+    /// The releases of the servers: debian12 (the packages of the host), today (RabbitMQ 4, Valkey
+    /// 9 and PostgreSQL 18), today-redis (the same with Redis 8 in place of Valkey), kafka-3.9 (as
+    /// debian12, with an older Kafka). The newer packages are unpacked into the cache and not
+    /// installed; that needs root and a Debian host. Default: ONCEGATE_SERVERS, or debian12.
     #[arg(long, global = true, value_name = "SET")]
     servers: Option<ServerSet>,
 
@@ -47,15 +47,15 @@ enum Command {
     Setup,
     /// Runs the workspace's tests against real servers.
     ///
-    /// Installs missing requirements first. Uses the servers at ONCEGATE_KAFKA, ONCEGATE_RABBITMQ,
-    /// ONCEGATE_REDIS and ONCEGATE_POSTGRES; starts the others on free ports and stops them at the end, also after a
-    /// failure or Ctrl-C.
+    /// Installs missing requirements first. Uses the servers that ONCEGATE_KAFKA,
+    /// ONCEGATE_RABBITMQ, ONCEGATE_REDIS and ONCEGATE_POSTGRES name. Starts those without a
+    /// variable on free ports, and stops them at the end, also after a failure or Ctrl-C.
     Test(test::Arguments),
     /// Injects faults into a RabbitMQ node and into one node of a cluster, under load and at random
     /// times. Checks that no message is lost or handled twice, that no acknowledgement is refused,
     /// and that consumption resumes within five seconds. Takes some minutes.
     Faults(faults::Arguments),
-    /// Stops, freezes and kills Kafka brokers and group members for long times. Prints lost and
+    /// Stops, freezes and kills Kafka brokers and group members for long periods. Prints lost and
     /// repeated effects and the recovery times. Takes about 15 minutes.
     KafkaFaults(kafka_faults::Arguments),
     /// Kills, freezes and disconnects consumers, Redis, Kafka and RabbitMQ under load, counts
@@ -95,8 +95,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// With `--servers` anywhere in the arguments: replaces this process by one without it, whose
-/// environment has the set, for all programs that start servers.
+/// If the arguments contain `--servers SET`, replaces this process by xtask without that option and
+/// with `ONCEGATE_SERVERS=SET`, which every program that starts servers reads.
 fn with_server_set() -> Result<(), Error> {
     let mut arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let Some(set) = take_servers(&mut arguments)? else {
@@ -116,7 +116,8 @@ fn with_server_set() -> Result<(), Error> {
     })
 }
 
-/// Removes `--servers SET` or `--servers=SET`. The last one counts.
+/// Removes `--servers SET` or `--servers=SET` from the arguments and returns the set; the last one,
+/// if there are several.
 fn take_servers(arguments: &mut Vec<OsString>) -> Result<Option<ServerSet>, Error> {
     let mut set = None;
     while let Some(at) = arguments.iter().position(|argument| {
@@ -168,12 +169,12 @@ enum Error {
         path: std::path::PathBuf,
         source: std::io::Error,
     },
-    /// The user has to act; the text says how.
+    /// The user has to do something; the text says what.
     #[error("{0}")]
-    ByHand(String),
+    ActionRequired(String),
     /// The state file has an invalid line.
     #[error("{0}")]
-    State(#[from] state::Unreadable),
+    State(#[from] state::InvalidStateLine),
     /// A server did not start.
     #[error(transparent)]
     Server(#[from] oncegate_testkit::servers::ServerError),

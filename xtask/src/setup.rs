@@ -7,6 +7,7 @@ use crate::Error;
 
 /// A requirement of the build or the tests, and the Debian packages that contain it.
 struct Requirement {
+    /// What is required, and for what.
     what: &'static str,
     is_met: fn() -> bool,
     packages: &'static [&'static str],
@@ -82,7 +83,7 @@ const REQUIREMENTS: &[Requirement] = &[
 
 /// Installs missing requirements and prints each step.
 ///
-/// The packages may start services on their default ports; the tests do not use those.
+/// Installed packages may start servers on their default ports; the tests do not use these servers.
 pub(crate) fn run() -> Result<(), Error> {
     let missing: Vec<&Requirement> = REQUIREMENTS
         .iter()
@@ -111,15 +112,15 @@ fn install(missing: &[&Requirement]) -> Result<(), Error> {
         .copied()
         .collect();
     if !on_path("apt-get") {
-        return Err(Error::ByHand(format!(
-            "apt-get is not available; install the packages of your system that correspond to {}, then run this again",
+        return Err(Error::ActionRequired(format!(
+            "apt-get is not available; install the packages of your system that correspond to Debian's {}, then run this again",
             packages.join(", ")
         )));
     }
     println!("setup: apt-get update");
-    call(as_root("apt-get").args(["update", "-q"]))?;
+    run_program(as_root("apt-get").args(["update", "-q"]))?;
     println!("setup: apt-get install {}", packages.join(" "));
-    call(
+    run_program(
         as_root("env")
             .args([
                 "DEBIAN_FRONTEND=noninteractive",
@@ -136,7 +137,7 @@ fn install(missing: &[&Requirement]) -> Result<(), Error> {
         .find(|requirement| !(requirement.is_met)())
     {
         None => Ok(()),
-        Some(requirement) => Err(Error::ByHand(format!(
+        Some(requirement) => Err(Error::ActionRequired(format!(
             "apt-get installed {}, but {} is still missing; install it by hand",
             packages.join(", "),
             requirement.what
@@ -153,8 +154,8 @@ fn as_root(program: &str) -> Command {
     sudo
 }
 
-/// Runs a program to its end; it inherits standard output and standard error.
-pub(crate) fn call(command: &mut Command) -> Result<(), Error> {
+/// Runs a program to its end. The program inherits standard output and standard error.
+pub(crate) fn run_program(command: &mut Command) -> Result<(), Error> {
     let shown = format!("{command:?}").replace('"', "");
     match command.status() {
         Ok(status) if status.success() => Ok(()),

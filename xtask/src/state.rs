@@ -1,5 +1,4 @@
-//! The state file, by which `services down` finds the servers of `services up`: one line per
-//! server.
+//! The state file, in which `services down` finds the servers of `services up`.
 
 use std::path::PathBuf;
 
@@ -16,7 +15,7 @@ pub(crate) struct State {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Service {
     pub(crate) name: String,
-    /// The environment variable by which the tests find the server, and its value.
+    /// The environment variable in which tests find the address.
     pub(crate) variable: String,
     pub(crate) address: String,
     pub(crate) detached: Detached,
@@ -25,15 +24,26 @@ pub(crate) struct Service {
 /// The state file has an invalid line.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "line {line} of the state file is not `name variable=address number:start,… directory`, or the first not a set of servers"
+    "line {line} of the state file (services.state in the target directory) is not {}",
+    expected_form(.line)
 )]
-pub(crate) struct Unreadable {
+pub(crate) struct InvalidStateLine {
     line: usize,
 }
 
+/// The form that a line of the state file must have.
+fn expected_form(line: &usize) -> &'static str {
+    if *line == 1 {
+        "the name of a server set"
+    } else {
+        "`name variable=address number:start,… directory`"
+    }
+}
+
 impl State {
-    /// The set of servers, then one line per service: name, address, processes in the order in which
-    /// to stop them, and last the directory, because its name may contain spaces.
+    /// The text of the state file: a line with the server set, then one line for each server with
+    /// its name, its variable and address, its processes in the order in which to stop them, and
+    /// its directory, which is last because its name may contain spaces.
     pub(crate) fn to_text(&self) -> String {
         let services: String = self
             .services
@@ -60,22 +70,22 @@ impl State {
         format!("{}\n{services}", self.set.name())
     }
 
-    /// Reads what [`State::to_text`] wrote.
-    pub(crate) fn parse(text: &str) -> Result<Self, Unreadable> {
+    /// Parses the text that [`State::to_text`] returns.
+    pub(crate) fn parse(text: &str) -> Result<Self, InvalidStateLine> {
         let mut lines = text.lines();
         let set = lines
             .next()
             .and_then(|name| name.parse().ok())
-            .ok_or(Unreadable { line: 1 })?;
+            .ok_or(InvalidStateLine { line: 1 })?;
         let services = lines
             .enumerate()
-            .map(|(index, line)| parse_line(line).ok_or(Unreadable { line: index + 2 }))
+            .map(|(index, line)| parse_line(line).ok_or(InvalidStateLine { line: index + 2 }))
             .collect::<Result<_, _>>()?;
         Ok(Self { set, services })
     }
 
-    /// The variables, one `NAME=value` per line: the set, for the servers that tests start, and the
-    /// addresses.
+    /// The environment variables for tests, one `NAME=value` per line: the server set, for servers
+    /// that tests start themselves, and the addresses.
     pub(crate) fn environment(&self) -> String {
         let addresses: String = self
             .services
@@ -134,7 +144,7 @@ mod tests {
     fn the_error_has_the_number_of_the_invalid_line() {
         assert_eq!(
             State::parse("today\nRedis A=b 1:2 /tmp/x\nRedis A=b 1 /tmp/x\n"),
-            Err(Unreadable { line: 3 })
+            Err(InvalidStateLine { line: 3 })
         );
     }
 }

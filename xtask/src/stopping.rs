@@ -7,11 +7,11 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::Error;
 
-/// Whether a signal requested a stop.
-pub(crate) struct Stopping(Arc<AtomicBool>);
+/// Whether one of the signals has requested a stop.
+pub(crate) struct StopSignals(Arc<AtomicBool>);
 
-impl Stopping {
-    /// Installs the signal handlers: the signals no longer end the process.
+impl StopSignals {
+    /// Installs the signal handlers. From then on the signals do not end the process.
     pub(crate) fn on_signals() -> Result<Self, Error> {
         let requested = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM, SIGHUP] {

@@ -14,18 +14,20 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::Error;
 use crate::setup;
-use crate::stopping::Stopping;
+use crate::stopping::StopSignals;
 
-/// The variable that marks every process of a test run; its value identifies the run.
+/// The environment variable that every process of a test run inherits; its value identifies the
+/// run.
 const RUN: &str = "ONCEGATE_TEST_RUN";
-/// The variable with the number of concurrent tests. By default two for each core, since tests
-/// mostly wait for servers.
+/// The environment variable with the number of concurrent tests of a program. If it is not set,
+/// [`cargo_test`] sets two for each core, because tests mostly wait for servers.
 const THREADS: &str = "RUST_TEST_THREADS";
-/// How long a process left by a test may take to end after SIGTERM before it is killed.
+/// How long a process may take to end after SIGTERM; then it gets SIGKILL.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time limit of a test program whose output is not shown. It is then stopped and has failed.
+/// The time limit of a test program whose output is not shown. A program that exceeds it is stopped
+/// and counts as failed.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(15 * 60);
-/// The test programs that take longest, started first so that none runs alone at the end.
+/// The test programs that take longest. They start first, so that none runs alone at the end.
 const LONGEST_FIRST: [&str; 7] = [
     "cli",
     "kafka",
@@ -55,14 +57,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
         cargo.arg("--").arg(filter);
         return with_servers(vec![cargo]);
     }
-    setup::call(cargo_test(arguments, &arguments.programs).arg("--no-run"))?;
+    setup::run_program(cargo_test(arguments, &arguments.programs).arg("--no-run"))?;
     with_servers(by_target(arguments)?)
 }
 
-/// Runs commands with the addresses of the servers in their environment: one with its output shown,
-/// several side by side.
+/// Runs commands with the addresses of the servers in their environment. The output of a single
+/// command is shown while it runs; that of several, which run side by side, after the end of each.
 pub(crate) fn with_servers(mut commands: Vec<Command>) -> Result<(), Error> {
-    let stopping = Stopping::on_signals()?;
+    let stopping = StopSignals::on_signals()?;
     println!("test: starting the servers that have no address in the environment");
     let servers = Servers::from_env_or_start()?;
     stopping.check()?;
@@ -71,7 +73,7 @@ pub(crate) fn with_servers(mut commands: Vec<Command>) -> Result<(), Error> {
     }
 
     let run = std::process::id().to_string();
-    // Tests that a signal ends do not remove their files; dropping this directory does.
+    // Tests that a signal ends do not remove their temporary files. Dropping this directory does.
     let temporary = tempfile::Builder::new()
         .prefix("oncegate-test-")
         .tempdir()
@@ -100,10 +102,10 @@ fn by_target(arguments: &Arguments) -> Result<Vec<Command>, Error> {
         .current_dir(setup::root())
         .no_deps()
         .exec()
-        .map_err(|error| Error::ByHand(format!("cargo metadata: {error}")))?;
+        .map_err(|error| Error::ActionRequired(format!("cargo metadata: {error}")))?;
     let is_known = |name: &&String| metadata.packages.iter().any(|it| it.name == name.as_str());
     if let Some(unknown) = arguments.packages.iter().find(|name| !is_known(name)) {
-        return Err(Error::ByHand(format!(
+        return Err(Error::ActionRequired(format!(
             "there is no package `{unknown}`; name one as `cargo metadata` does, such as oncegate-redis"
         )));
     }
@@ -160,14 +162,14 @@ fn cores() -> usize {
 }
 
 /// A running command, and the file with its output if it is not shown.
-struct Running {
+struct RunningCommand {
     shown: String,
     child: Child,
     output: Option<File>,
     since: Instant,
 }
 
-impl Running {
+impl RunningCommand {
     /// Starts the command in a process group of its own, so that a signal reaches cargo and the
     /// tests together.
     fn start(mut command: Command, shows_output: bool) -> Result<Self, Error> {
@@ -194,7 +196,7 @@ impl Running {
         })
     }
 
-    /// `None` while it runs, then whether it succeeded. Prints the output when it has ended.
+    /// `None` while the command runs, then whether it succeeded. Prints the output after the end.
     fn succeeded(&mut self) -> Result<Option<bool>, Error> {
         let status = self.child.try_wait().map_err(|source| Error::CannotRun {
             program: self.shown.clone(),
@@ -216,10 +218,10 @@ impl Running {
         Ok(())
     }
 
-    /// Stops it, and prints its output so far.
+    /// Stops the command, and prints its output so far.
     fn stop(&mut self) -> Result<(), Error> {
         let group = Pid::from_child(&self.child);
-        // An error is normal: it may have ended.
+        // Fails if the process group has ended.
         let _ = kill_process_group(group, Signal::TERM);
         let deadline = Instant::now() + STOP_TIMEOUT;
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < deadline {
@@ -232,13 +234,13 @@ impl Running {
 }
 
 /// Runs the commands, as many at once as there are cores, and names those that failed.
-fn run_all(commands: Vec<Command>, stopping: &Stopping) -> Result<(), Error> {
+fn run_all(commands: Vec<Command>, stopping: &StopSignals) -> Result<(), Error> {
     let shows_output = commands.len() == 1;
     let mut waiting = VecDeque::from(commands);
-    let (mut running, mut failed) = (Vec::<Running>::new(), Vec::new());
+    let (mut running, mut failed) = (Vec::<RunningCommand>::new(), Vec::new());
     while !(waiting.is_empty() && running.is_empty()) {
         if stopping.is_requested() {
-            eprintln!("test: stopping");
+            eprintln!("test: a signal was received, stopping the tests");
             for it in &mut running {
                 it.stop()?;
             }
@@ -247,12 +249,15 @@ fn run_all(commands: Vec<Command>, stopping: &Stopping) -> Result<(), Error> {
         while running.len() < cores()
             && let Some(command) = waiting.pop_front()
         {
-            running.push(Running::start(command, shows_output)?);
+            running.push(RunningCommand::start(command, shows_output)?);
         }
         for mut it in std::mem::take(&mut running) {
             match it.succeeded()? {
                 None if it.since.elapsed() > PROGRAM_TIMEOUT && !shows_output => {
-                    eprintln!("test: {} takes longer than {PROGRAM_TIMEOUT:?}", it.shown);
+                    eprintln!(
+                        "test: {} takes longer than {PROGRAM_TIMEOUT:?}, stopping it",
+                        it.shown
+                    );
                     failed.push(it.shown.clone());
                     it.stop()?;
                 }
@@ -278,8 +283,8 @@ fn shown(command: &Command) -> String {
     format!("cargo {}", words.join(" "))
 }
 
-/// Stops the processes whose environment has the id of this run: tests that a signal ended do not
-/// stop their child processes.
+/// Stops the processes whose environment has the id of this run, because tests that a signal ended
+/// do not stop their child processes.
 fn stop_leftover_processes(run: &str) {
     let marker = format!("{RUN}={run}");
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -311,7 +316,7 @@ mod tests {
             command
         };
         let commands = ["exit 1", "echo ran > ran", "exit 2", "echo ran > last"];
-        let stopping = Stopping::on_signals().unwrap();
+        let stopping = StopSignals::on_signals().unwrap();
         let error = run_all(commands.map(shell).into(), &stopping).unwrap_err();
         let error = error.to_string();
         for failed in ["`cargo -c exit 1`", "`cargo -c exit 2`"] {
@@ -325,7 +330,7 @@ mod tests {
     fn a_program_that_ignores_a_signal_is_killed() {
         let mut command = Command::new("sh");
         command.args(["-c", "trap '' TERM; echo ready; while :; do sleep 60; done"]);
-        let mut running = Running::start(command, false).unwrap();
+        let mut running = RunningCommand::start(command, false).unwrap();
         while running.output.as_ref().unwrap().metadata().unwrap().len() == 0 {
             std::thread::sleep(Duration::from_millis(20));
         }

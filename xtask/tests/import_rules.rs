@@ -1,13 +1,14 @@
-//! Who may import whom, kept over `cargo metadata`.
+//! Checks with `cargo metadata` that each crate of the workspace imports only the crates that it
+//! may.
 //!
-//! Adapters and the testkit import the core; the facade the core and the adapters; examples and
-//! tests the facade. Adapters never import each other, and the core imports neither a driver nor
-//! another crate of the workspace.
+//! Adapters and the testkit import the core; the facade imports the core and the adapters; examples
+//! and tests import the facade. Adapters never import each other, and the core imports neither a
+//! driver nor another crate of the workspace.
 
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
-/// Each package of the workspace with those of the workspace that it may import. Anybody may use
-/// the testkit in tests.
+/// Each package of the workspace with the packages of the workspace that it may import. Besides
+/// these, every package may use the testkit in tests.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("oncegate-core", &[]),
     ("oncegate-redis", &["oncegate-core"]),
@@ -68,8 +69,8 @@ struct Import {
     kind: DependencyKind,
 }
 
-/// Why this import may not be, if it may not.
-fn objection(import: &Import) -> Option<String> {
+/// Why this import is forbidden; `None` if it is allowed.
+fn violation(import: &Import) -> Option<String> {
     let Import { by, of, kind } = import;
     if by == "oncegate-core" && DRIVERS.contains(&of.as_str()) {
         return Some(format!("{by} imports the driver {of}"));
@@ -77,7 +78,7 @@ fn objection(import: &Import) -> Option<String> {
     let is_of_the_workspace = MAY_IMPORT.iter().any(|(name, _)| name == of);
     let is_for_development = *kind == DependencyKind::Development;
     let is_for_tests = is_for_development && of == "oncegate-testkit";
-    // The facade does not have this adapter, so its example uses both.
+    // The facade does not re-export `oncegate-postgres`, so the example of that crate imports both.
     let is_for_an_example = is_for_development && by == "oncegate-postgres" && of == "oncegate";
     if !is_of_the_workspace || is_for_tests || is_for_an_example {
         return None;
@@ -121,16 +122,16 @@ fn each_crate_imports_only_allowed_crates() {
     }
     assert!(
         imports.iter().any(|import| import.of == "oncegate-testkit"),
-        "the list of imports is not what it seems"
+        "the list of imports is incomplete"
     );
-    let objections: Vec<String> = imports.iter().filter_map(objection).collect();
-    assert!(objections.is_empty(), "{}", objections.join("\n"));
+    let violations: Vec<String> = imports.iter().filter_map(violation).collect();
+    assert!(violations.is_empty(), "{}", violations.join("\n"));
 }
 
 #[test]
 fn a_forbidden_import_is_found() {
-    let objects = |by: &str, of: &str, kind| {
-        objection(&Import {
+    let is_forbidden = |by: &str, of: &str, kind| {
+        violation(&Import {
             by: by.to_owned(),
             of: of.to_owned(),
             kind,
@@ -138,12 +139,20 @@ fn a_forbidden_import_is_found() {
         .is_some()
     };
     use DependencyKind::{Development, Normal};
-    assert!(objects("oncegate-core", "redis", Development));
-    assert!(objects("oncegate-core", "oncegate-redis", Normal));
-    assert!(objects("oncegate-redis", "oncegate-kafka", Development));
-    assert!(objects("oncegate-redis", "oncegate-testkit", Normal));
-    assert!(objects("payments", "oncegate-core", Normal));
-    assert!(objects("newcomer", "oncegate-core", Normal));
-    assert!(!objects("oncegate-redis", "oncegate-testkit", Development));
-    assert!(!objects("oncegate-redis", "redis", Normal));
+    assert!(is_forbidden("oncegate-core", "redis", Development));
+    assert!(is_forbidden("oncegate-core", "oncegate-redis", Normal));
+    assert!(is_forbidden(
+        "oncegate-redis",
+        "oncegate-kafka",
+        Development
+    ));
+    assert!(is_forbidden("oncegate-redis", "oncegate-testkit", Normal));
+    assert!(is_forbidden("payments", "oncegate-core", Normal));
+    assert!(is_forbidden("newcomer", "oncegate-core", Normal));
+    assert!(!is_forbidden(
+        "oncegate-redis",
+        "oncegate-testkit",
+        Development
+    ));
+    assert!(!is_forbidden("oncegate-redis", "redis", Normal));
 }

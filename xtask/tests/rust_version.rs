@@ -1,12 +1,12 @@
-//! `rust-version` in a manifest is a promise that the dependencies keep, too. Clippy's
-//! `incompatible_msrv` keeps it for the standard library.
+//! Checks that no dependency needs a newer Rust than the `rust-version` of the package that uses
+//! it. Clippy's `incompatible_msrv` checks the uses of the standard library.
 
 use std::collections::HashSet;
 
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, NodeDep, PackageId};
 
 #[test]
-fn no_dependency_needs_a_newer_rust_than_its_package_promises() {
+fn no_dependency_needs_a_newer_rust_than_its_user() {
     let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/../Cargo.toml");
     let metadata = MetadataCommand::new()
         .manifest_path(manifest)
@@ -14,10 +14,10 @@ fn no_dependency_needs_a_newer_rust_than_its_package_promises() {
         .expect("cargo metadata");
     let mut newer = Vec::new();
     for package in metadata.workspace_packages() {
-        let promised = package.rust_version.as_ref().expect("a rust-version");
-        for id in needed_by(&metadata, &package.id) {
+        let stated = package.rust_version.as_ref().expect("a rust-version");
+        for id in dependencies_of(&metadata, &package.id) {
             let needed = metadata[id].rust_version.as_ref();
-            if needed.is_some_and(|it| (it.major, it.minor) > (promised.major, promised.minor)) {
+            if needed.is_some_and(|it| (it.major, it.minor) > (stated.major, stated.minor)) {
                 newer.push(format!("{} for {}", metadata[id].name, package.name));
             }
         }
@@ -25,8 +25,8 @@ fn no_dependency_needs_a_newer_rust_than_its_package_promises() {
     assert_eq!(newer, Vec::<String>::new());
 }
 
-/// A package and all that it depends on, except for its tests.
-fn needed_by<'a>(metadata: &'a Metadata, package: &'a PackageId) -> HashSet<&'a PackageId> {
+/// A package and its direct and indirect dependencies, without those that only tests need.
+fn dependencies_of<'a>(metadata: &'a Metadata, package: &'a PackageId) -> HashSet<&'a PackageId> {
     let resolve = metadata
         .resolve
         .as_ref()

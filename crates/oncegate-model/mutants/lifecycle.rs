@@ -1,4 +1,5 @@
-//! Broken rules of the consumer; each differs from the correct rules in one row.
+//! Broken variants of `lifecycle::transition`, each with one wrong row. `main.rs` describes each of
+//! them in one sentence.
 
 use std::time::Duration;
 

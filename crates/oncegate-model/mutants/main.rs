@@ -1,7 +1,7 @@
 //! Mutants: broken rules, each of which the model must detect.
 //!
-//! `oncegate-model-mutants [NAME]`: exit status 0 if each mutant violates the property that is
-//! named beside it.
+//! Usage: `oncegate-model-mutants [NAME]`, with a part of a mutant's name to run only some. The
+//! exit status is 0 if each mutant violates the property that is named beside it.
 #![forbid(unsafe_code)]
 
 mod lifecycle;
@@ -17,9 +17,11 @@ use oncegate_model::{EffectsIn, Line, RecoveryOrder, RetriesWait, Rules, Setup, 
 
 /// One broken rule, and the property that it must violate.
 struct Mutant {
+    /// A sentence that says what the broken rule does.
     name: &'static str,
     rules: Rules,
     setup: Setup,
+    /// The beginning of the property's name.
     property: &'static str,
 }
 
@@ -192,7 +194,7 @@ fn mutants() -> Vec<Mutant> {
         "unsafe start",
     );
     add(
-        "the marker keeps its holder after reconcile gives up",
+        "the marker keeps its holder after reconcile did not find out the outcome",
         transition(lifecycle::keeps_the_holder_after_reconcile),
         both(AtMostOnce, panics),
         "stale reconciliation",
@@ -403,7 +405,7 @@ fn mutants() -> Vec<Mutant> {
         "not run",
     );
     add(
-        "a redrive is answered but not written",
+        "a redrive replies Applied but writes nothing",
         apply(marker::redrives_without_write),
         with_operator([AtMostOnce; 2], redrive_faults),
         "not run",

@@ -1,4 +1,5 @@
-//! Broken rules of the store; each differs from the correct rules in one row.
+//! Broken variants of `marker::apply`, each with one wrong row. `main.rs` describes each of them in
+//! one sentence.
 
 use oncegate_core::marker::{
     Age, Ask, Attempts, Change, Doubt, Effect, Finding, Guarantee, Hold, Marker, Operation,
@@ -22,7 +23,7 @@ fn by_holder(marker: &Marker, operation: &Operation) -> Operation {
     }
 }
 
-/// The same answer, with another marker written.
+/// The same answer, with `write` applied to the marker that it writes.
 fn with_written(answer: Answer, write: impl FnOnce(Marker) -> Marker) -> Answer {
     match answer {
         (Change::Write(marker, expiry), verdict) => (Change::Write(write(marker), expiry), verdict),

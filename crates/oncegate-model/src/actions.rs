@@ -151,13 +151,13 @@ impl SystemModel {
                     }
                     Some(EffectState::Pending) => {
                         actions.push(Return(consumer_index, Outcome::Retry))
-                    } // refused by the provider
+                    } // the sink refuses the request
                     Some(EffectState::Happened) => {
                         actions.push(Return(consumer_index, Outcome::Done))
                     }
                     None => {}
                 }
-                // No transaction, or one whose commit is not confirmed.
+                // With an inbox: the transaction does not begin, or its commit is not confirmed.
                 let is_inbox = self.setup.effects == EffectsIn::Inbox;
                 if is_inbox && remaining.lost_replies > 0 && delivery.run.is_some() {
                     actions.push(Return(consumer_index, Outcome::Unavailable));
@@ -170,7 +170,7 @@ impl SystemModel {
                 }
             }
             Stage::Reconciling(..) => {
-                // `reconcile` reads the number of effects, or fails (`Wake`).
+                // `reconcile` reads the number of effects, or does not find it out (`Wake`).
                 actions.push(if state.effects() > 0 {
                     ReconcileHappened(consumer_index)
                 } else {
@@ -205,7 +205,7 @@ impl SystemModel {
             actions.push(LoseClaim);
         }
         actions.extend((0..state.delayed_commands.len()).map(ApplyDelayed));
-        for (index, (attempt, _)) in state.provider.orphans.iter().enumerate() {
+        for (index, (attempt, _)) in state.sink.orphans.iter().enumerate() {
             actions.push(LoseOrphan(index));
             if state.is_accepted(*attempt) {
                 actions.push(OrphanEffectHappens(index));
@@ -327,14 +327,14 @@ impl SystemModel {
                 let delivery = state.consumers[consumer_index].delivery.as_mut()?;
                 delivery.run = Some(EffectState::Happened);
                 let body = delivery.message.body;
-                self.effect(state, body);
+                self.let_effect_happen(state, body);
             }
             ModelAction::OrphanEffectHappens(index) => {
-                let (_, body) = state.provider.orphans.remove(index);
-                self.effect(state, body);
+                let (_, body) = state.sink.orphans.remove(index);
+                self.let_effect_happen(state, body);
             }
             ModelAction::LoseOrphan(index) => {
-                state.provider.orphans.remove(index);
+                state.sink.orphans.remove(index);
             }
             ModelAction::Return(consumer_index, outcome) => {
                 self.handler_returned(state, consumer_index, outcome)?
@@ -483,9 +483,9 @@ impl SystemModel {
         Some(())
     }
 
-    /// An effect happens, unless the inbox has a record of the id.
-    fn effect(&self, state: &mut SystemState, body: usize) {
-        if self.setup.effects == EffectsIn::Provider || state.effects() == 0 {
+    /// Lets an effect happen, unless the inbox has a record of the id.
+    fn let_effect_happen(&self, state: &mut SystemState, body: usize) {
+        if self.setup.effects == EffectsIn::Sink || state.effects() == 0 {
             state.count_effect(body);
         }
     }
@@ -512,7 +512,8 @@ impl SystemModel {
         Some(())
     }
 
-    /// Claims an id that was handled without the store; the second call completes it.
+    /// Records an id that was handled without the store: the first call claims it, the second
+    /// completes it.
     fn complete_late(&self, state: &mut SystemState, consumer_index: usize) -> Option<()> {
         let (token, granted) = state.consumers[consumer_index].late_completion?;
         let (ask, attempt) = granted.map_or((Ask::Claim, 0), |attempt| (Ask::Complete, attempt));
@@ -533,7 +534,7 @@ impl SystemModel {
     }
 }
 
-/// Marks the lease of a delivery as expired, also that of a grant whose reply is not received yet.
+/// Marks the lease of a delivery as expired, also the lease in a reply that is not received yet.
 fn expire_lease(delivery: &mut ModelDelivery) {
     if delivery.lease == LeaseState::Valid {
         delivery.lease = LeaseState::Expired;
@@ -543,7 +544,7 @@ fn expire_lease(delivery: &mut ModelDelivery) {
     }
 }
 
-/// The marker before the last granted claim.
+/// The marker as it was before the last granted claim.
 fn before_claim(marker: &Marker) -> Option<Marker> {
     let Marker::InProgress(hold) = marker else {
         return None;

@@ -9,7 +9,7 @@ use stateright::{Checker, Model};
 use crate::system::{EffectsIn, RetriesWait, Rules, Setup, SystemModel};
 use crate::trace;
 
-/// The expected result of a line.
+/// The expected result of a [`Line`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
     /// Every property holds.
@@ -28,7 +28,7 @@ pub struct Line {
 }
 
 impl Line {
-    /// A line of which every property is expected to hold.
+    /// A line in which every property must hold.
     pub fn holds(setup: Setup) -> Self {
         Self {
             setup,
@@ -36,7 +36,7 @@ impl Line {
         }
     }
 
-    /// A line that is expected to violate this property.
+    /// A line that must violate the property whose name starts with `property`.
     pub fn violates(setup: Setup, property: &'static str) -> Self {
         Self {
             setup,
@@ -48,8 +48,8 @@ impl Line {
 /// The header of the table.
 pub fn head() -> String {
     format!(
-        "{:<17} {:<90} {:<9} {:>11} {:>6}",
-        "mode", "fault budget", "verdict", "states", "s"
+        "{:<20} {:<90} {:<9} {:>11} {:>6}",
+        "guarantee", "fault budget", "verdict", "states", "s"
     )
 }
 
@@ -60,7 +60,7 @@ pub fn explore(line: &Line, rules: Rules) -> bool {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let (only, threads) = match line.expected {
         Expected::Holds => ("", threads),
-        // Only one thread is sure to find the shortest path to the violation.
+        // Only a search with one thread always finds the shortest path to the violation.
         Expected::Violated(property) => (property, 1),
     };
     let checker = SystemModel::new(line.setup, rules, only)
@@ -76,9 +76,9 @@ pub fn explore(line: &Line, rules: Rules) -> bool {
         "violated"
     };
     let seconds = started.elapsed().as_secs_f64();
-    let (mode, faults) = (mode(&line.setup), fault_budget(&line.setup));
+    let (guarantee, faults) = (guarantee_name(&line.setup), fault_budget(&line.setup));
     println!(
-        "{mode:<17} {faults:<90} {verdict:<9} {:>11} {seconds:>6.1}",
+        "{guarantee:<20} {faults:<90} {verdict:<9} {:>11} {seconds:>6.1}",
         checker.unique_state_count()
     );
     let as_expected = match line.expected {
@@ -92,12 +92,12 @@ pub fn explore(line: &Line, rules: Rules) -> bool {
         }
     }
     if !as_expected {
-        println!("    UNEXPECTED");
+        println!("    UNEXPECTED: the expected result is {:?}", line.expected);
     }
     as_expected
 }
 
-fn mode(setup: &Setup) -> &'static str {
+fn guarantee_name(setup: &Setup) -> &'static str {
     if setup.effects == EffectsIn::Inbox {
         return "inbox";
     }
@@ -105,14 +105,15 @@ fn mode(setup: &Setup) -> &'static str {
         [Guarantee::AtMostOnce, Guarantee::AtMostOnce] => "at-most-once",
         [Guarantee::EffectivelyOnce, Guarantee::EffectivelyOnce] => "effectively-once",
         [Guarantee::Bare, Guarantee::Bare] => "bare",
-        _ => "one of each",
+        _ => "one consumer of each",
     }
 }
 
 fn fault_budget(setup: &Setup) -> String {
     let mut text = setup.budget.to_string();
     if setup.attempts != 3 {
-        text += &format!("; {} attempts", setup.attempts);
+        let plural = if setup.attempts == 1 { "" } else { "s" };
+        text += &format!("; {} attempt{plural}", setup.attempts);
     }
     if setup.budget.operator_actions > 0 && setup.guarantees[0] != setup.guarantees[1] {
         // The operator's tool has the configuration of the first consumer.

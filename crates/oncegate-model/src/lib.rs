@@ -1,11 +1,11 @@
 //! Explores every interleaving of a small system: one id, two consumers, one key in the store, a
-//! broker, a provider that counts effects, and an operator who handles dead letters and in-doubt
+//! broker, a sink that counts effects, and an operator who handles dead letters and in-doubt
 //! messages.
 //!
 //! The rules are [`marker::apply`](oncegate_core::marker::apply) and
 //! [`lifecycle::transition`](oncegate_core::lifecycle::transition), executed by
-//! [`LifecycleDriver`](oncegate_core::driver::LifecycleDriver): the code that runs in production. This crate
-//! models everything around them.
+//! [`LifecycleDriver`](oncegate_core::driver::LifecycleDriver): the code that runs in production.
+//! This crate models everything else.
 #![forbid(unsafe_code)]
 
 mod actions;

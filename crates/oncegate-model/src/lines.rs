@@ -1,5 +1,6 @@
-//! The table: each guarantee with the fault budgets under which it holds, and the expected violations
-//! of the bare gate and of a store that loses data.
+//! The lines of the table in `docs/contributing/model.md`: each guarantee with the fault budgets
+//! under which it holds, and the expected violations of `Guarantee::Bare` and of a store that loses
+//! data.
 
 use oncegate_core::Outage;
 use oncegate_core::marker::Guarantee::{AtMostOnce, Bare, EffectivelyOnce};
@@ -31,7 +32,8 @@ pub fn lines(depth: Depth) -> Vec<Line> {
     lines
 }
 
-/// Both consumers share the marker, and may lose it at any time, like the memories of two processes.
+/// The lines of the inbox, whose claims are only in the memory of the consumers. The marker stands
+/// for these claims, and may be lost at any time.
 fn inbox_lines() -> impl Iterator<Item = Line> {
     let faults = [
         Budget {
@@ -218,7 +220,7 @@ fn lines_of_each_guarantee(depth: Depth) -> Vec<Line> {
             lines.push(Line::holds(setup(all_faults)));
         }
     }
-    // Pass-through during an outage of the store: at least once, and nothing is lost.
+    // With pass-through during an outage of the store an effect may be repeated, but none is lost.
     let pass_through = Setup {
         outage: Outage::PassThrough,
         ..Setup::of(
@@ -236,7 +238,8 @@ fn lines_of_each_guarantee(depth: Depth) -> Vec<Line> {
     lines
 }
 
-/// A rolling upgrade from one guarantee to the other: one consumer has each of them.
+/// The lines of a rolling upgrade from one guarantee to the other: the two consumers have different
+/// guarantees.
 fn mixed_lines(depth: Depth) -> Vec<Line> {
     let chosen = COMBINED_FAULTS
         .into_iter()
@@ -258,7 +261,8 @@ fn mixed_lines(depth: Depth) -> Vec<Line> {
     lines
 }
 
-/// The operator redrives dead letters, resolves in-doubt messages and frees completed ids.
+/// The lines in which the operator redrives dead letters, resolves in-doubt messages and frees
+/// completed ids.
 fn operator_lines() -> Vec<Line> {
     let two_attempts = |guarantees, budget| {
         Line::holds(Setup {
@@ -267,7 +271,7 @@ fn operator_lines() -> Vec<Line> {
         })
     };
     let mut lines = Vec::new();
-    // Dead letters whose marker was still in progress when they were rejected.
+    // With this budget a message may be rejected while its marker is still in progress.
     let expired_at_rejection = Budget {
         operator_actions: 1,
         failures: 2,
@@ -324,7 +328,7 @@ fn operator_lines() -> Vec<Line> {
         ));
     }
     for guarantee in [AtMostOnce, EffectivelyOnce] {
-        // Rejected because of crashes: one attempt, and one crash.
+        // With one attempt and one crash allowed, messages are rejected because of crashes.
         let crashes = Budget {
             operator_actions: 1,
             expiries: 2,
@@ -358,7 +362,7 @@ fn operator_lines() -> Vec<Line> {
             },
         ));
     }
-    // The guarantee of the operator's tool makes a difference only here.
+    // Only in these lines does the guarantee of the operator's tool make a difference.
     lines.push(two_attempts(
         [EffectivelyOnce, AtMostOnce],
         expired_at_rejection,
@@ -376,10 +380,10 @@ fn operator_lines() -> Vec<Line> {
     lines
 }
 
-/// The store loses a marker or a claim.
+/// The lines of a store that loses a marker or a claim.
 fn lossy_store_lines() -> Vec<Line> {
-    // Without a second delivery, the commands that the consumer of the running handler sends after the
-    // loss are enough to keep the guarantee.
+    // Without a second delivery, the commands that the consumer of the running handler sends after
+    // the loss are enough to keep the guarantee.
     let loss = Budget {
         lost_claims: 1,
         lost_replies: 1,
@@ -392,8 +396,8 @@ fn lossy_store_lines() -> Vec<Line> {
     vec![
         Line::holds(Setup::of([AtMostOnce; 2], loss)),
         Line::holds(Setup::of([EffectivelyOnce; 2], loss)),
-        // No store can prevent this: after the marker is lost, the effect is repeated unless the
-        // sink is idempotent.
+        // No store can prevent these two violations: after the marker is lost, the effect is
+        // repeated unless the sink refuses the second request.
         Line::violates(
             Setup::of(
                 [AtMostOnce; 2],

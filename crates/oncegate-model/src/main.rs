@@ -1,7 +1,7 @@
 //! Prints the results of the model checker.
 //!
-//! `oncegate-model [--deep]`: exit status 0 if every line has the expected result: the guarantees hold,
-//! and the lines without a guarantee show the expected violation.
+//! Usage: `oncegate-model [--deep]`. The exit status is 0 if every line has the expected result:
+//! either all properties hold, or the line violates the expected property.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;

@@ -13,9 +13,9 @@ use crate::state::{
 use crate::system::SystemModel;
 
 impl SystemModel {
-    /// The operator's decision about a dead letter, by the marker; `None` if the command refuses. The
-    /// second value is the attempt up to which the provider must refuse requests: the operator
-    /// checked that nothing happened. It is `None` if the operator checked nothing.
+    /// What the operator's command does with a dead letter, depending on the marker; `None` if the
+    /// command refuses. The second value is the attempt up to which the sink must refuse requests,
+    /// if the operator has found out that nothing happened.
     pub(crate) fn operator_decision(
         &self,
         state: &SystemState,
@@ -47,7 +47,7 @@ impl SystemModel {
         match (dead_letter.destination, marker) {
             (ModelDestination::DeadLetters, Marker::Done(_) | Marker::InDoubt(..)) => None,
             (ModelDestination::DeadLetters, Marker::InProgress(_)) if !state.lease_expired => None,
-            // The next claim finds it in doubt.
+            // The command only publishes a copy, because the copy's claim receives `InDoubt`.
             (ModelDestination::DeadLetters, Marker::InProgress(hold))
                 if [hold.guarantee, guarantee].contains(&Guarantee::AtMostOnce) =>
             {
@@ -101,14 +101,15 @@ impl SystemModel {
         }
     }
 
-    /// Whether the operator may allow a completed id to run again: no request for it is in flight.
-    /// A repeated completion would complete the freed id again, and a handler that still runs would
-    /// cause a second effect. With two bodies the model cannot tell whose effects no longer count.
+    /// Whether the operator may allow a completed id to run again: no run and no completion of it
+    /// is in flight. A repeated completion would complete the freed id again, and a handler that
+    /// still runs would cause a second effect. With two bodies the model does not know which
+    /// effects to ignore afterwards.
     pub(crate) fn may_forget(&self, state: &SystemState) -> bool {
         let completing = |stage| matches!(stage, Stage::Completing(_));
         matches!(state.marker, Marker::Done(_))
             && !state.observations.other_body
-            && state.provider.orphans.is_empty()
+            && state.sink.orphans.is_empty()
             && !state
                 .consumers
                 .iter()
@@ -141,7 +142,8 @@ impl SystemModel {
         };
     }
 
-    /// The operator allows a completed id to run again, and its producer publishes it again.
+    /// Lets the operator allow a completed id to run again, and a producer publish its message
+    /// again.
     pub(crate) fn operator_forgets(&self, state: &mut SystemState) {
         let (marker, guarantee) = (state.marker, self.setup.guarantees[0]);
         // As `oncegate marker forget`: the next multiple of `UNKNOWN_ATTEMPT` above the highest
@@ -162,8 +164,8 @@ impl SystemModel {
         };
         if self.store(state, sent) == Verdict::Applied {
             state.record_freed();
-            // Earlier effects do not count against the next run.
-            (state.provider.effects, state.observations.done) = ([0, 0], false);
+            // The properties ignore effects from before the id was freed.
+            (state.sink.effects, state.observations.done) = ([0, 0], false);
             state.queue.push(BrokerMessage {
                 body: 0,
                 failures: 0,

@@ -15,7 +15,7 @@ pub(crate) const UNSAFE_START: &str =
     "unsafe start: a handler starts although an earlier run had an effect, or may still have one";
 pub(crate) const START_AFTER_DONE: &str =
     "start after done: a handler starts although the id was recorded as done";
-pub(crate) const FENCE_DECREASED: &str = "fence: a handler starts with an attempt that the provider refuses, or that was used before an operator freed the id";
+pub(crate) const FENCE_DECREASED: &str = "fence: a handler starts with an attempt that the sink refuses, or that was used before an operator freed the id";
 pub(crate) const BEFORE_LATE_COMPLETION: &str = "before late completion: a handler starts before the store was asked to complete a copy handled without the store";
 pub(crate) const CONCURRENT_HANDLERS: &str = "concurrent handlers: two handlers run, each with a lease that its consumer believes to be valid";
 pub(crate) const BUSY_AFTER_EXPIRY: &str =
@@ -26,13 +26,13 @@ pub(crate) const NOT_RUN: &str =
 pub(crate) const SPENT_TOO_SOON: &str = "spent too soon: a message is rejected for `max_attempts` after fewer attempts than that were granted";
 pub(crate) const ORPHANED_CLAIM: &str = "orphaned claim: no consumer holds the claim of the marker, although nothing crashed, so the next claim counts a crash";
 
-/// The properties of a model.
+/// The properties that apply to the guarantees and the budget of this model.
 pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
     let mut properties = vec![
         Property::always(LOST, |_, state: &SystemState| {
             let bodies = if state.observations.other_body { 2 } else { 1 };
             let has = |body: usize| {
-                state.provider.effects[body] > 0
+                state.sink.effects[body] > 0
                     || state
                         .dead_letters
                         .iter()

@@ -27,8 +27,8 @@ pub struct Budget {
     pub other_bodies: u8,
     /// Consumers that drain because of a shutdown or a revocation.
     pub drains: u8,
-    /// Grants that are withdrawn because other messages run in isolation. If this is not 0, a granted
-    /// handler waits for its slot.
+    /// Grants that are withdrawn because other messages run in isolation. If this is not 0, a
+    /// granted handler waits for its slot.
     pub withdrawn_grants: u8,
     /// Markers that the store loses.
     pub lost_markers: u8,
@@ -68,7 +68,7 @@ pub struct SystemState {
     pub(crate) consumers: [ModelConsumer; 2],
     /// Commands whose sender no longer waits for a reply; the store may still apply them.
     pub(crate) delayed_commands: Vec<SentCommand>,
-    pub(crate) provider: Provider,
+    pub(crate) sink: Sink,
     /// At most one message for each body and destination, plus the one that the operator handles.
     pub(crate) dead_letters: Vec<ModelDeadLetter>,
     pub(crate) operator: Operator,
@@ -94,20 +94,22 @@ pub struct ModelConsumer {
     pub(crate) late_completion: Option<(Token, Option<u32>)>,
 }
 
-/// One delivery in a consumer.
+/// One delivery, in the state of its consumer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ModelDelivery {
     /// The message that the broker redelivers if the delivery is not settled.
     pub(crate) message: BrokerMessage,
     pub(crate) receipt: ModelReceipt,
     pub(crate) driver: LifecycleDriver,
+    /// The command to the store that has no received reply.
     pub(crate) command: Option<CommandState>,
     pub(crate) lease: LeaseState,
+    /// The request of the running handler; `None` if no handler runs.
     pub(crate) run: Option<EffectState>,
 }
 
 impl ModelDelivery {
-    /// The attempt that the handler passes to the provider as a fencing token.
+    /// The attempt that the handler passes to the sink as a fencing token.
     pub(crate) fn attempt(&self) -> u32 {
         self.driver.attempts.number.max(1)
     }
@@ -153,7 +155,7 @@ pub enum LeaseState {
     Expired,
 }
 
-/// The request of a running handler to the provider, which causes the effect.
+/// The request of a running handler to the sink, which causes the effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EffectState {
     /// In flight.
@@ -164,13 +166,13 @@ pub enum EffectState {
 
 /// The external system in which effects happen.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Provider {
+pub struct Sink {
     /// The number of effects for each body, at most 2.
     pub(crate) effects: [u8; 2],
-    /// Requests in flight whose handlers were dropped: attempt and body.
+    /// Orphaned requests: those in flight whose handlers were dropped, each with attempt and body.
     pub(crate) orphans: Vec<(u32, usize)>,
-    /// Requests with this attempt or a lower one are refused, because `reconcile` or the operator stated
-    /// that nothing happened and nothing still can.
+    /// Requests with this attempt or a lower one are refused, because `reconcile` or the operator
+    /// stated that nothing happened and nothing still can.
     pub(crate) voided: u32,
 }
 
@@ -229,7 +231,7 @@ pub enum NextStep {
     Remove,
 }
 
-/// What the properties need to know of earlier states, and the violations that were observed.
+/// What the properties have to know about earlier states, and the violations that were observed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Observations {
     /// The id was completed.
@@ -238,7 +240,8 @@ pub struct Observations {
     pub(crate) other_body: bool,
     /// The operator redrove the id, and no handler was started since.
     pub(crate) awaits_run: bool,
-    /// The operator freed the id, its marker records no unknown effect, and no claim was granted since.
+    /// The operator freed the id, its marker records no unknown effect, and no claim was granted
+    /// since.
     pub(crate) freed_without_effect: bool,
     /// The highest attempt with which a handler was started. Counted if the operator acts.
     pub(crate) highest_attempt: u32,
@@ -271,13 +274,15 @@ pub struct Observations {
     pub(crate) stale_reconciling_marker: bool,
     /// A message that the operator redrove was rejected or in doubt again without a run.
     pub(crate) redriven_not_run: bool,
-    /// Attempts were spent that were never granted.
+    /// A message was rejected for `max_attempts`, or a grant counted attempts, before that many
+    /// attempts were granted.
     pub(crate) spent_too_soon: bool,
     /// A consumer stopped without a reply from the store. Recorded if orphaned claims are checked.
     pub(crate) stopped_now: bool,
 }
 
-/// The next action.
+/// An action of a part of the system. The number is the index of the consumer, of the delayed
+/// command, of the orphaned request or of the dead letter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs, reason = "`trace::lines` describes each of them")]
 pub enum ModelAction {
@@ -332,7 +337,7 @@ impl SystemState {
             }],
             consumers: Default::default(),
             delayed_commands: Vec::new(),
-            provider: Provider::default(),
+            sink: Sink::default(),
             dead_letters: Vec::new(),
             operator: Operator::Idle,
             observations: Observations::default(),
@@ -347,7 +352,7 @@ impl SystemState {
                 .consumers
                 .iter()
                 .all(|consumer| consumer.delivery.is_none() && consumer.late_completion.is_none())
-            && self.provider.orphans.is_empty()
+            && self.sink.orphans.is_empty()
             && self.delayed_commands.is_empty()
             && self.operator == Operator::Idle
     }
@@ -366,28 +371,26 @@ impl SystemState {
         !held.any(|delivery| delivery.driver.token == token)
     }
 
-    /// Whether the provider accepts a request with this attempt.
+    /// Whether the sink accepts a request with this attempt.
     pub(crate) fn is_accepted(&self, attempt: u32) -> bool {
-        attempt > self.provider.voided
+        attempt > self.sink.voided
     }
 
-    /// The provider refuses requests with this attempt or a lower one, also those in flight.
+    /// The sink refuses requests with this attempt or a lower one, also those in flight.
     pub(crate) fn void_attempts(&mut self, highest: u32) {
-        let voided = self.provider.voided.max(highest);
-        self.provider.voided = voided;
-        self.provider
-            .orphans
-            .retain(|(attempt, _)| *attempt > voided);
+        let voided = self.sink.voided.max(highest);
+        self.sink.voided = voided;
+        self.sink.orphans.retain(|(attempt, _)| *attempt > voided);
     }
 
     /// The number of effects of all bodies.
     pub(crate) fn effects(&self) -> u8 {
-        self.provider.effects.iter().sum()
+        self.sink.effects.iter().sum()
     }
 
     /// Counts an effect; more than 2 are not distinguished, so that the state space stays finite.
     pub(crate) fn count_effect(&mut self, body: usize) {
-        self.provider.effects[body] = (self.provider.effects[body] + 1).min(2);
+        self.sink.effects[body] = (self.sink.effects[body] + 1).min(2);
     }
 
     /// Adds a dead letter or an in-doubt message.
@@ -428,10 +431,11 @@ impl SystemState {
         }
     }
 
-    /// Makes equivalent states equal: numbers tokens by first appearance and sorts queues.
+    /// Makes equivalent states equal: renumbers tokens in the order of their appearance and sorts
+    /// queues.
     pub(crate) fn normalize(&mut self) {
         self.queue.sort_unstable();
-        self.provider.orphans.sort_unstable();
+        self.sink.orphans.sort_unstable();
         self.dead_letters.sort_unstable();
         let mut names: Vec<u128> = Vec::with_capacity(4);
         let mut rename = |token: &mut Token| {
@@ -463,7 +467,7 @@ impl SystemState {
             rename_in_sent(sent, &mut rename);
         }
         self.delayed_commands
-            .sort_unstable_by_key(|sent| (sent.token.0, sent.attempt, name(&sent.ask)));
+            .sort_unstable_by_key(|sent| (sent.token.0, sent.attempt, ask_name(&sent.ask)));
     }
 
     /// A token that is not in use.
@@ -500,7 +504,7 @@ fn token_of(marker: &Marker) -> Option<Token> {
     }
 }
 
-/// The marker that an operator's request names.
+/// The marker that an operator's request expects.
 fn expected_marker(ask: &Ask) -> Option<Marker> {
     match ask {
         Ask::Redrive { seen, .. } | Ask::Forget { seen } => Some(*seen),
@@ -522,7 +526,7 @@ fn rename_in_sent(sent: &mut SentCommand, rename: &mut impl FnMut(&mut Token)) {
 }
 
 /// The name of an operation, for traces.
-pub(crate) fn name(ask: &Ask) -> &'static str {
+pub(crate) fn ask_name(ask: &Ask) -> &'static str {
     match ask {
         Ask::Claim => "claim",
         Ask::Renew => "renewal",

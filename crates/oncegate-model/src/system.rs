@@ -18,7 +18,7 @@ use crate::state::{
     ModelDelivery, ModelDestination, ModelReceipt, SentCommand, SystemState,
 };
 
-/// Any duration would do: the age of a marker is either 0 or twice the lease.
+/// The values of the durations do not matter: the age of a marker is either 0 or twice the lease.
 const LEASE: Duration = Duration::from_secs(1);
 const WINDOW: Duration = Duration::from_secs(100);
 
@@ -31,17 +31,17 @@ pub struct Rules {
     pub transition: fn(Stage, Event, &Policy) -> (Stage, Action),
     /// The token of a claim, from the token of the previous claim of the delivery and a new token.
     pub token: fn(Token, Token) -> Token,
-    /// The highest attempt that the provider refuses after `reconcile` or the operator states for
+    /// The highest attempt that the sink refuses after `reconcile` or the operator states for
     /// an attempt that nothing happened.
     pub voids: fn(u32) -> u32,
     /// The order in which a consumer sends commands when the store is available again.
     pub recovery_order: RecoveryOrder,
 }
 
-/// The order of commands when the store is available again.
+/// The order in which a consumer sends commands when the store is available again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecoveryOrder {
-    /// Completions of ids that were handled without the store come first.
+    /// First the completions of ids that were handled without the store.
     LateCompletions,
     /// Any order.
     Any,
@@ -59,7 +59,7 @@ impl Default for Rules {
     }
 }
 
-/// The guarantees of two consumers and the fault budget.
+/// The settings of the two consumers, and the fault budget.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
     /// The guarantee of each consumer.
@@ -80,9 +80,10 @@ pub struct Setup {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EffectsIn {
     /// In an external system, which may refuse lower attempts.
-    Provider,
-    /// In the database of an inbox: an effect is a commit, and a second one for the id finds its record.
-    /// The markers are those in the memory of the consumers, which may be lost at any time.
+    Sink,
+    /// In the database of an inbox: an effect is a commit, and a second commit for the id finds the
+    /// record of the first. The markers are only in the memory of the consumers, and may be lost at
+    /// any time.
     Inbox,
 }
 
@@ -96,7 +97,8 @@ pub enum RetriesWait {
 }
 
 impl Setup {
-    /// Both consumers with these guarantees, three attempts, retries in the source, no pass-through.
+    /// Both consumers with these guarantees, three attempts, retries in the source, no
+    /// pass-through.
     pub fn of(guarantees: [Guarantee; 2], budget: Budget) -> Self {
         Self {
             guarantees,
@@ -104,7 +106,7 @@ impl Setup {
             attempts: 3,
             retries: RetriesWait::InSource,
             outage: Outage::Hold,
-            effects: EffectsIn::Provider,
+            effects: EffectsIn::Sink,
         }
     }
 }
@@ -155,7 +157,8 @@ impl SystemModel {
         self.setup.guarantees == [guarantee; 2]
     }
 
-    /// Whether no claim may stay without a holder, because no fault of the budget causes that.
+    /// Whether the model checks that no claim remains without a holder. It does so for drains, if
+    /// the budget has no other fault that may cause that.
     pub(crate) fn checks_orphaned_claims(&self) -> bool {
         let Budget {
             crashes,
@@ -203,7 +206,7 @@ impl SystemModel {
         }
     }
 
-    /// The store applies a command.
+    /// Lets the store apply a command, and returns its verdict.
     pub(crate) fn store(&self, state: &mut SystemState, sent: SentCommand) -> Verdict {
         let age = Age::Of(if state.lease_expired {
             LEASE * 2
@@ -211,7 +214,7 @@ impl SystemModel {
             Duration::ZERO
         });
         if self.setup.effects == EffectsIn::Inbox && sent.ask == Ask::Claim && state.effects() > 0 {
-            return Verdict::Duplicate; // the record was looked up
+            return Verdict::Duplicate; // the store of the inbox finds the record
         }
         let before = state.marker;
         let (change, verdict) = (self.rules.apply)(before, age, &self.operation(&sent));
@@ -228,7 +231,8 @@ impl SystemModel {
         verdict
     }
 
-    /// Counts the grants, and the attempts and crashes that the reply of the store counts.
+    /// Updates the observations about grants, spent attempts and crashes after a reply of the
+    /// store.
     fn track_attempts(
         &self,
         state: &mut SystemState,
@@ -260,7 +264,7 @@ impl SystemModel {
                 _ => 0,
             };
             state.observations.crashes += attempts.crashes - crashes;
-            // The marker still counts crashes from before it was freed.
+            // If so, the marker still counts crashes from before the operator freed the id.
             state.observations.redriven_not_run |= attempts.crashes > state.observations.crashes;
         }
         match verdict {
@@ -290,6 +294,7 @@ impl SystemModel {
         }
     }
 
+    /// The command that a consumer sends for its delivery.
     pub(crate) fn sent(
         &self,
         state: &SystemState,
@@ -333,7 +338,7 @@ impl SystemModel {
         self.handle_event(state, consumer_index, Event::Arrived);
     }
 
-    /// Gives an event to the delivery of a consumer and executes the commands that follow.
+    /// Passes an event to the delivery of a consumer and executes the commands that follow.
     pub(crate) fn handle_event(
         &self,
         state: &mut SystemState,
@@ -444,7 +449,8 @@ impl SystemModel {
                     self.counts_grants() && state.observations.grants < self.setup.attempts;
                 state.observations.spent_too_soon |=
                     reason == Reason::AttemptsSpent && never_granted;
-                // Only the operator reads the number; without it, fewer states differ.
+                // Only the operator reads the attempt. Without an operator it is 0, so that fewer
+                // states differ.
                 let fence = if self.setup.budget.operator_actions > 0 {
                     fence
                 } else {
@@ -463,6 +469,7 @@ impl SystemModel {
         self.setup.budget.operator_actions > 0 || self.setup.budget.redeliveries > 0
     }
 
+    /// Starts the handler of a delivery and records the violations that its start shows.
     fn start(&self, state: &mut SystemState, consumer_index: usize) {
         let running = |delivery: &ModelDelivery| delivery.run.is_some();
         let others = || {
@@ -478,7 +485,7 @@ impl SystemModel {
         let may_happen =
             |delivery: &ModelDelivery| running(delivery) && state.is_accepted(delivery.attempt());
         let orphaned = state
-            .provider
+            .sink
             .orphans
             .iter()
             .any(|(attempt, _)| state.is_accepted(*attempt));
@@ -487,13 +494,13 @@ impl SystemModel {
         let Some(delivery) = state.consumers[consumer_index].delivery.as_ref() else {
             return;
         };
-        let (attempt, gated) = (
+        let (attempt, has_claim) = (
             delivery.attempt(),
             !matches!(delivery.driver.stage(), Stage::WithoutClaim(_)),
         );
         let below_fence =
             !state.is_accepted(attempt) || attempt <= state.observations.highest_before_freed;
-        if gated {
+        if has_claim {
             state.observations.start_before_late_completion |=
                 state.consumers[consumer_index].late_completion.is_some();
             state.observations.start_below_fence |= below_fence;
@@ -510,7 +517,7 @@ impl SystemModel {
         state.observations.awaits_run = false;
     }
 
-    /// A delivery ends without settlement: the broker redelivers the message.
+    /// Ends a delivery without settlement: the broker redelivers the message.
     pub(crate) fn requeue_delivery(&self, state: &mut SystemState, consumer_index: usize) {
         drop_handler(state, consumer_index);
         if let Some(delivery) = state.consumers[consumer_index].delivery.take()
@@ -520,7 +527,7 @@ impl SystemModel {
         }
     }
 
-    /// A process crashes.
+    /// Crashes a consumer. The store may still apply a command that it has sent.
     pub(crate) fn crash(&self, state: &mut SystemState, consumer_index: usize) {
         if let Some(CommandState::Sent(ask)) = state.consumers[consumer_index]
             .delivery
@@ -534,7 +541,7 @@ impl SystemModel {
         state.consumers[consumer_index] = ModelConsumer::default();
     }
 
-    /// `reconcile` returned a result.
+    /// Handles the result of `reconcile`.
     pub(crate) fn reconciled(
         &self,
         state: &mut SystemState,
@@ -545,7 +552,8 @@ impl SystemModel {
             return;
         };
         if finding == marker::Finding::DidNotHappen {
-            // `find_or_void`: requests with this attempt or a lower one can no longer take effect.
+            // From now on the sink refuses requests with this attempt or a lower one, as the
+            // contract of `reconcile` requires.
             let voids = (self.rules.voids)(delivery.attempt());
             state.void_attempts(voids);
         }
@@ -553,7 +561,7 @@ impl SystemModel {
     }
 }
 
-/// Drops the handler; its request to the provider may still have its effect.
+/// Drops the handler; its request to the sink may still have its effect.
 fn drop_handler(state: &mut SystemState, consumer_index: usize) {
     let Some(delivery) = state.consumers[consumer_index].delivery.as_mut() else {
         return;
@@ -563,8 +571,8 @@ fn drop_handler(state: &mut SystemState, consumer_index: usize) {
         delivery.attempt(),
         delivery.message.body,
     );
-    // A request that the provider refuses cannot have an effect.
+    // A request that the sink refuses cannot have an effect.
     if run == Some(EffectState::Pending) && state.is_accepted(attempt) {
-        state.provider.orphans.push((attempt, body));
+        state.sink.orphans.push((attempt, body));
     }
 }

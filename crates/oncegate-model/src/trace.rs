@@ -1,10 +1,11 @@
-//! The text of a counterexample.
+//! The text of a path that violates a property.
 
+use oncegate_core::lifecycle::Stage;
 use oncegate_core::marker::{Effect, Marker};
 use stateright::Path;
 
 use crate::state::{
-    CommandState, ModelAction, ModelDestination, NextStep, Operator, SystemState, name,
+    CommandState, ModelAction, ModelDestination, NextStep, Operator, SystemState, ask_name,
 };
 
 /// The path to a violation, one line for each step.
@@ -24,7 +25,7 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         .as_ref()
         .and_then(|delivery| delivery.command)
     {
-        Some(CommandState::Sent(ask) | CommandState::Replied(ask, ..)) => name(&ask),
+        Some(CommandState::Sent(ask) | CommandState::Replied(ask, ..)) => ask_name(&ask),
         None => "nothing",
     };
     let consumer = |index: usize| ["A", "B"][index];
@@ -33,11 +34,11 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
     });
     match *action {
         ModelAction::Deliver(at, message) if message.body == 0 => format!(
-            "the message is delivered to {}, which asks to claim it",
+            "the message is delivered to {}, which sends a claim",
             consumer(at)
         ),
         ModelAction::Deliver(at, _) => format!(
-            "the message with the other body is delivered to {}, which asks to claim it",
+            "the message with the other body is delivered to {}, which sends a claim",
             consumer(at)
         ),
         ModelAction::PublishAgain => "the producer publishes the message again".into(),
@@ -60,7 +61,7 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         }
         ModelAction::ApplyDelayed(index) => format!(
             "the store applies a delayed {}{marker}",
-            name(&state.delayed_commands[index].ask)
+            ask_name(&state.delayed_commands[index].ask)
         ),
         ModelAction::ReceiveReply(at) => match state.consumers[at]
             .delivery
@@ -71,7 +72,7 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
                 format!(
                     "{} receives the reply to its {}: {verdict:?}",
                     consumer(at),
-                    name(&ask)
+                    ask_name(&ask)
                 )
             }
             _ => format!("{} receives a reply", consumer(at)),
@@ -85,7 +86,14 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         ModelAction::LoseReply(at) => {
             format!("the reply to {}'s {} is lost", consumer(at), command(at))
         }
-        ModelAction::Wake(at) => format!("a pause of {} ends", consumer(at)),
+        ModelAction::Wake(at) => {
+            let delivery = state.consumers[at].delivery.as_ref();
+            if delivery.is_some_and(|it| matches!(it.driver.stage(), Stage::Reconciling(..))) {
+                format!("{}'s reconcile does not find out the outcome", consumer(at))
+            } else {
+                format!("a pause of {} ends", consumer(at))
+            }
+        }
         ModelAction::EffectHappens(at) => format!("{}'s effect happens", consumer(at)),
         ModelAction::OrphanEffectHappens(_) => "the effect of a dropped handler happens".into(),
         ModelAction::LoseOrphan(_) => "the request of a dropped handler is lost".into(),
@@ -120,12 +128,15 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
             consumer(at)
         ),
         ModelAction::DrainOver(at) => format!(
-            "{}'s drain timeout expires: its handlers are dropped",
+            "{}'s drain timeout expires, and it drops its handler",
             consumer(at)
         ),
-        ModelAction::StopNow(at) => format!("{} stops without waiting any longer", consumer(at)),
+        ModelAction::StopNow(at) => format!(
+            "{} stops without waiting for its handler or the store",
+            consumer(at)
+        ),
         ModelAction::CompleteLate(at) => format!(
-            "{} records what it handled without the store{marker}",
+            "{} sends the next command to record the id that it handled without the store{marker}",
             consumer(at)
         ),
         ModelAction::LoseMarker => "the store loses the marker".into(),
@@ -135,14 +146,14 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
                 format!(
                     "the operator {}; next: {}",
                     operator_reads(state, index),
-                    name(&sent.ask)
+                    ask_name(&sent.ask)
                 )
             }
             Some(Operator::Decided(_, sent, NextStep::Remove)) => {
                 format!(
                     "the operator {}, and it happened; next: {}",
                     operator_reads(state, index),
-                    name(&sent.ask)
+                    ask_name(&sent.ask)
                 )
             }
             _ => format!("the operator {}", operator_reads(state, index)),
@@ -180,7 +191,7 @@ fn marker(marker: &Marker) -> String {
             attempts,
             effect: Effect::Nothing,
         } => format!(
-            "cleared, attempt {}, of which {} not counted",
+            "cleared, attempt {}, {} not counted by max_attempts",
             attempts.number, attempts.base
         ),
         Marker::Cleared {
@@ -188,16 +199,16 @@ fn marker(marker: &Marker) -> String {
             effect: Effect::Unknown,
         } => {
             format!(
-                "cleared, attempt {}, of which {} not counted, outcome unknown",
+                "cleared, attempt {}, {} not counted by max_attempts, outcome unknown",
                 attempts.number, attempts.base
             )
         }
         Marker::InProgress(hold) => format!(
-            "in progress, attempt {}, of which {} not counted",
+            "in progress, attempt {}, {} not counted by max_attempts",
             hold.attempts.number, hold.attempts.base
         ),
         Marker::InDoubt(hold, _) => format!(
-            "in doubt, attempt {}, of which {} not counted",
+            "in doubt, attempt {}, {} not counted by max_attempts",
             hold.attempts.number, hold.attempts.base
         ),
         Marker::Rejected { attempt, .. } => format!("rejected, attempt {attempt}"),

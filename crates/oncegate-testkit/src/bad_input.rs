@@ -1,5 +1,5 @@
-//! Malformed input as a table: the messages that a real broker delivers, their outcome, what the
-//! operator sees, and the table in the book.
+//! Malformed input as a table: the messages that a real broker delivers, their outcome, and what
+//! the operator sees. [`assert_book_table`] compares it with `docs/contributing/bad-input.md`.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 
 use crate::Lines;
 
-/// The time limit of the settlement of a message.
+/// How long a test waits for a message to be settled.
 const SETTLEMENT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Shorter than [`BLOCKED`], so that a blocked thread misses the renewal.
 const LEASE: Duration = Duration::from_secs(2);
@@ -28,22 +28,22 @@ const BLOCKED: Duration = Duration::from_millis(2_500);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// The outcomes of settled messages in `oncegate_deliveries_total`.
 const OUTCOMES: [&str; 4] = ["completed", "duplicate", "rejected", "in_doubt"];
-/// The log lines of a message that the gate rejects.
-const GATE_LOG_LINES: [&str; 2] = [
+/// The texts that the consumer logs when it rejects a message.
+const CONSUMER_LOG_LINES: [&str; 2] = [
     "message rejected, sending it to the dead letters",
     "message in doubt",
 ];
-/// The log line of a source that rejects a message.
+/// The text that a source logs when it rejects a message.
 const SOURCE_LOG_LINE: &str = "message body exceeds body_limit";
 
 /// A row of the table. The body of a message is the number of its row, unless the body itself is
 /// malformed.
 pub struct Row<M> {
-    /// The input, in the words of the book.
+    /// The text of the table's first column.
     pub input: &'static str,
-    /// The number of effects.
+    /// The expected number of effects: calls of the handler that return `Ok`.
     pub effects: usize,
-    /// The reason of each rejected message.
+    /// The expected value of `oncegate-reason` of each rejected message.
     pub reasons: &'static [&'static str],
     /// The messages to publish, in the type of the broker's client.
     pub messages: Vec<M>,
@@ -55,17 +55,18 @@ pub struct Row<M> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RejectedBy {
-    /// The gate, which counts and logs it.
+    /// The consumer, which counts and logs the rejection.
     Gate,
-    /// The source, which does not deliver it. It logs on a thread of its own, so the log line is
-    /// not collected.
+    /// The source, which does not deliver the message. It logs on a thread of its own, so
+    /// [`BadInputConsumer`] does not collect the log line.
     Source,
-    /// The source, on the thread of the consumer, so that its log line is collected.
+    /// The source, which logs on the thread of the consumer, so [`BadInputConsumer`] collects the
+    /// log line.
     SourceInline,
 }
 
 impl<M> Row<M> {
-    /// A row whose messages the gate rejects.
+    /// A row whose rejected messages are rejected by the consumer.
     pub fn new(
         input: &'static str,
         effects: usize,
@@ -89,8 +90,8 @@ impl<M> Row<M> {
         }
     }
 
-    /// The outcomes that the gate counts.
-    fn counted(&self) -> BTreeMap<&'static str, u64> {
+    /// How much the messages of this row add to `oncegate_deliveries_total`, by outcome.
+    fn expected_counts(&self) -> BTreeMap<&'static str, u64> {
         let (delivered, rejected) = match self.rejected_by {
             RejectedBy::Gate => (self.messages.len(), self.reasons.len()),
             RejectedBy::Source | RejectedBy::SourceInline => {
@@ -109,7 +110,7 @@ impl<M> Row<M> {
             .collect()
     }
 
-    /// The line of the row in the book.
+    /// The row as a line of the Markdown table.
     fn table_line(&self) -> String {
         let result = match (self.effects, self.reasons) {
             (1, []) => "handled once".to_owned(),
@@ -123,7 +124,11 @@ impl<M> Row<M> {
                 format!("`{name}` × {count}")
             }
         };
-        let mut observed: Vec<String> = self.counted().into_iter().map(outcome_text).collect();
+        let mut observed: Vec<String> = self
+            .expected_counts()
+            .into_iter()
+            .map(outcome_text)
+            .collect();
         match self.rejected_by {
             _ if self.reasons.is_empty() => {}
             RejectedBy::Gate => observed.push("a warning".to_owned()),
@@ -135,12 +140,12 @@ impl<M> Row<M> {
     }
 }
 
-/// Checks that the section of the book with this heading contains exactly this table.
+/// Checks that the section with this heading of a Markdown page contains exactly these rows.
 ///
 /// # Panics
 /// If it differs.
 pub fn assert_book_table<M>(book: &str, heading: &str, rows: &[Row<M>]) {
-    let (_, section) = book.split_once(heading).expect("the book has the section");
+    let (_, section) = book.split_once(heading).expect("the page has the section");
     let section = section.split("\n## ").next().unwrap_or_default();
     let lines: Vec<&str> = section
         .lines()
@@ -156,10 +161,10 @@ pub fn assert_book_table<M>(book: &str, heading: &str, rows: &[Row<M>]) {
 /// `leaves` a thread that runs until the consumer has ended. The consumer has a thread of its own,
 /// so that its counters and log lines are separate from those of other tests.
 pub struct BadInputConsumer {
-    effects: RowEffects,
+    handler: BadInputHandler,
     counters: Counters,
     lines: Lines,
-    /// All log lines.
+    /// The log lines taken from `lines` so far.
     logged: Vec<String>,
     /// The counters before the current row.
     before: BTreeMap<&'static str, u64>,
@@ -167,10 +172,11 @@ pub struct BadInputConsumer {
     running: JoinHandle<Result<(), Error>>,
 }
 
-/// The number of effects of each row, and the threads that the handler started.
+/// The handler. It counts the effects of each row and keeps the threads that it started.
 #[derive(Clone, Default)]
-struct RowEffects {
-    of_rows: Arc<Mutex<BTreeMap<usize, usize>>>,
+struct BadInputHandler {
+    /// The number of effects of each row.
+    effects: Arc<Mutex<BTreeMap<usize, usize>>>,
     /// Threads that run until their sender is dropped.
     background_threads: Arc<Mutex<Vec<BackgroundThread>>>,
 }
@@ -178,9 +184,9 @@ struct RowEffects {
 /// The sender that ends a thread, and the thread.
 type BackgroundThread = (mpsc::Sender<()>, JoinHandle<()>);
 
-impl RowEffects {
+impl BadInputHandler {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, usize>> {
-        self.of_rows.lock().unwrap_or_else(PoisonError::into_inner)
+        self.effects.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn take_background_threads(&self) -> Vec<BackgroundThread> {
@@ -193,7 +199,7 @@ impl RowEffects {
     }
 }
 
-impl Handler for RowEffects {
+impl Handler for BadInputHandler {
     type Payload = usize;
 
     async fn handle(&self, row: usize, cx: &Context) -> Result<(), Failure> {
@@ -224,14 +230,17 @@ impl BadInputConsumer {
     /// # Panics
     /// If no thread can be started.
     pub fn start(source: impl Connect + 'static) -> Self {
-        let (effects, counters, lines) =
-            (RowEffects::default(), Counters::default(), Lines::default());
+        let (handler, counters, lines) = (
+            BadInputHandler::default(),
+            Counters::default(),
+            Lines::default(),
+        );
         let (stop, stopped) = oneshot::channel();
         let consumer = Consumer::builder()
             .source(source)
             .store(MemoryStore::new())
             .id(IdSource::header("id"))
-            .handler(effects.clone());
+            .handler(handler.clone());
         let consumer = consumer
             .max_attempts(1)
             .lease(LEASE)
@@ -240,7 +249,7 @@ impl BadInputConsumer {
             consumer.run_until(async { drop(stopped.await) })
         });
         Self {
-            effects,
+            handler,
             counters,
             lines,
             logged: Vec::new(),
@@ -250,17 +259,17 @@ impl BadInputConsumer {
         }
     }
 
-    /// Waits until the gate has counted the published messages of a row, and compares outcomes,
+    /// Waits until the consumer has counted the published messages of a row, and compares outcomes,
     /// effects and log lines with the expected ones. The test itself checks the dead letters.
     ///
-    /// Of the messages that the gate rejects, the log line of the first must contain its reason, its
-    /// id if it has one, and `origin`. Of those that the source rejects on this thread, the log line
-    /// of the first must contain `origin`.
+    /// If the consumer rejects the messages of the row, the log line of the first must contain its
+    /// reason, its id if it has one, and `origin`. If the source rejects them on the consumer's
+    /// thread, the log line of the first must contain `origin`.
     ///
     /// # Panics
     /// If something differs.
     pub async fn check_row<M>(&mut self, number: usize, row: &Row<M>, origin: &str) {
-        let (input, counted) = (row.input, row.counted());
+        let (input, counted) = (row.input, row.expected_counts());
         let expected = counted.values().sum::<u64>();
         let deadline = Instant::now() + SETTLEMENT_TIMEOUT;
         let counted_since = |before: &BTreeMap<&str, u64>| -> BTreeMap<&'static str, u64> {
@@ -287,7 +296,7 @@ impl BadInputConsumer {
         assert_eq!(counted_since(&self.before), counted, "{input}");
         self.before = OUTCOMES.map(|name| (name, self.counters.of(name))).into();
         let effects = self
-            .effects
+            .handler
             .lock()
             .get(&number)
             .copied()
@@ -299,7 +308,9 @@ impl BadInputConsumer {
     /// Checks the log line of the first rejected message; the log throttle may suppress later ones.
     async fn check_log<M>(&mut self, row: &Row<M>, origin: &str) {
         let is_expected = |line: &String| match row.rejected_by {
-            RejectedBy::Gate => GATE_LOG_LINES.iter().any(|logged| line.contains(logged)),
+            RejectedBy::Gate => CONSUMER_LOG_LINES
+                .iter()
+                .any(|logged| line.contains(logged)),
             _ => line.contains(SOURCE_LOG_LINE),
         };
         if row.rejected_by == RejectedBy::Source
@@ -357,7 +368,7 @@ impl BadInputConsumer {
         ended
             .expect("the consumer thread does not panic")
             .expect("the consumer ends without an error");
-        for (stop, thread) in self.effects.take_background_threads() {
+        for (stop, thread) in self.handler.take_background_threads() {
             assert!(
                 !thread.is_finished(),
                 "the end of the consumer does not end a thread that its handler started"
@@ -395,7 +406,7 @@ fn run_recorded<F: Future<Output: Send + 'static>>(
 /// The outcome of a message whose marker in the store is malformed, as an operator sees it.
 #[derive(Debug)]
 pub struct ObservedOutcome {
-    /// The outcomes that the gate counted.
+    /// The outcomes that the consumer counted.
     counted: Vec<&'static str>,
     /// The warnings and errors in the log.
     logged: Vec<String>,
@@ -426,7 +437,7 @@ impl ObservedOutcome {
         // timeout.
         let (consumer, drained) = (
             consumer
-                .handler(RowEffects::default())
+                .handler(BadInputHandler::default())
                 .drain_timeout(Duration::from_millis(200)),
             broker.clone(),
         );
@@ -455,9 +466,10 @@ impl ObservedOutcome {
         }
     }
 
-    /// Whether this equals the expected text of a table: an outcome, or `in doubt`, `the consumer does
-    /// not start` or `the consumer ends` with a part of the error. The same text must be in the
-    /// log, unless the consumer did not start. If the consumer ends, the message must be unsettled.
+    /// Whether this equals the expected text of a table: an outcome, or `in doubt`, `the consumer
+    /// does not start` or `the consumer ends` with a part of the error. The same text must be in
+    /// the log, unless the consumer did not start. If the consumer ends, the message must be
+    /// unsettled.
     pub fn matches(&self, expected: &str) -> bool {
         let Some((outcome, text)) = expected.split_once(": ") else {
             return self.consumer_error.is_none()
@@ -496,7 +508,7 @@ impl ObservedOutcome {
 struct Counters(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
 
 impl Counters {
-    /// The gate's counter of this outcome.
+    /// The value of `oncegate_deliveries_total` with this outcome.
     fn of(&self, outcome: &str) -> u64 {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.get(&format!("oncegate_deliveries_total {outcome}"))

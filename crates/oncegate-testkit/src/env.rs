@@ -13,20 +13,19 @@ const KAFKA: &str = "ONCEGATE_KAFKA";
 const RABBITMQ: &str = "ONCEGATE_RABBITMQ";
 /// The variable with Redis's address, as a `redis://` URL.
 const REDIS: &str = "ONCEGATE_REDIS";
-
 /// The variable with PostgreSQL's address, as a `postgres://` URL.
 const POSTGRES: &str = "ONCEGATE_POSTGRES";
 
 /// The address of a server is not configured.
 #[derive(thiserror::Error)]
-#[error("no address of {server}: run `cargo xtask test`, or set {variable}={example}")]
+#[error("no address for {server}: run `cargo xtask test`, or set {variable}={example}")]
 pub struct MissingServer {
     server: &'static str,
     variable: &'static str,
     example: &'static str,
 }
 
-/// The text of `Display`, because tests show the error by `unwrap`.
+/// Prints the text of `Display`, because `unwrap` in a test prints the `Debug` form.
 impl fmt::Debug for MissingServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -88,9 +87,10 @@ fn address(
         })
 }
 
-/// One Kafka broker, one RabbitMQ node, one Redis and one PostgreSQL server, from the environment or started here.
+/// One Kafka broker, one RabbitMQ node, one Redis server and one PostgreSQL server. Each is named
+/// by an environment variable or was started by [`from_env_or_start`](Self::from_env_or_start).
 ///
-/// Dropping it stops the servers that it started.
+/// Dropping the value stops the servers that it started.
 pub struct Servers {
     kafka: Provided<KafkaServer>,
     rabbitmq: Provided<RabbitServer>,
@@ -98,14 +98,14 @@ pub struct Servers {
     postgres: Provided<PostgresServer>,
 }
 
-/// A server that the environment names, or that this process started.
+/// A server that an environment variable names, or that this process started.
 enum Provided<S> {
     Configured(String),
     Started(S),
 }
 
 impl Servers {
-    /// Uses the servers that the environment names and starts the others in parallel.
+    /// Uses the servers that environment variables name and starts the others in parallel.
     ///
     /// # Errors
     /// The error of the first server that did not start; the others are stopped.
@@ -198,7 +198,7 @@ mod tests {
         let error = address("Redis", "ONCEGATE_NEVER_SET", "redis://127.0.0.1:6379").unwrap_err();
         assert_eq!(
             error.to_string(),
-            "no address of Redis: run `cargo xtask test`, or set ONCEGATE_NEVER_SET=redis://127.0.0.1:6379"
+            "no address for Redis: run `cargo xtask test`, or set ONCEGATE_NEVER_SET=redis://127.0.0.1:6379"
         );
     }
 }

@@ -58,7 +58,8 @@ pub struct Kit<H, D = Json> {
 }
 
 impl<H: Handler> Kit<H> {
-    /// Default settings except for short pauses, and no faults.
+    /// A kit without messages and faults. The consumer has its default settings, except that it
+    /// pauses 1 to 10 ms between attempts and allows a volatile store.
     pub fn new(handler: H) -> Self {
         let consumer = Consumer::builder()
             .backoff(Duration::from_millis(1), Duration::from_millis(10))
@@ -136,8 +137,8 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
         }
     }
 
-    /// Delivers each message this many more times: the first copy directly after its message, which
-    /// may still be handled; each further copy after all earlier deliveries are settled.
+    /// Delivers each message this many more times: the first copy directly after its message, whose
+    /// handler may still run; each further copy after all earlier deliveries are settled.
     pub fn duplicates(mut self, copies: u32) -> Self {
         self.copies = copies;
         self
@@ -150,8 +151,8 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
         self
     }
 
-    /// Crashes and restarts the consumer `times` times while a handler waits at an `.await`: first
-    /// at the first one that is not ready, then at the second, and so on.
+    /// Crashes and restarts the consumer `times` times while a handler waits: the first time at the
+    /// handler's first `.await` that is not ready, the second time at its second, and so on.
     pub fn crash_in_handler(mut self, times: u32) -> Self {
         self.faults.plan(Fault::InHandler, times);
         self
@@ -164,9 +165,9 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
         self
     }
 
-    /// Loses the replies to the first `times` requests that contain a claim, and to the first
-    /// `times` that contain a completion. The store has executed them. Each costs 0.1 s, the pause
-    /// of a consumer after a store failure.
+    /// Loses the replies to the first `times` store requests that contain a claim, and to the first
+    /// `times` that contain a completion. The store has executed these requests. Each lost reply
+    /// costs 0.1 s, the pause of a consumer after a store failure.
     pub fn lost_replies(mut self, times: u32) -> Self {
         self.faults.plan(Fault::ReplyToClaim, times);
         self.faults.plan(Fault::ReplyToCompletion, times);
@@ -209,7 +210,7 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
                 ));
                 let ended: Result<(), Error> = tokio::select! {
                     biased;
-                    () = faults.crash() => {
+                    () = faults.crash_started() => {
                         faults.wait_for_handlers().await;
                         store = store.after_a_crash();
                         continue;

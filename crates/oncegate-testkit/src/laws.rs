@@ -1,5 +1,5 @@
-//! Conformance tests (*laws*) of stores and sources. Each implementation must pass them, also your
-//! own.
+//! Conformance tests (*laws*) of stores and sources. Each implementation must pass them, including
+//! your own.
 //!
 //! [`store_laws!`](crate::store_laws) makes a test of each law in [`store`]:
 //!
@@ -11,8 +11,8 @@
 //! # }
 //! ```
 //!
-//! The laws use only the contract: a store needs no functions for tests. The marker of a key is
-//! read by operations whose verdicts identify it.
+//! The laws use only the trait [`Store`]: a store needs no functions for tests. A law finds out the
+//! marker of a key by sending operations whose verdicts identify the marker.
 //!
 //! [`source_laws!`](crate::source_laws) does the same for the laws in [`source`]. It needs a
 //! [`source::TestQueue`]: a queue or topic for each law, with functions to publish to it and to

@@ -12,8 +12,8 @@
 //! a store that loses replies. [`Lines`] collects log lines.
 //!
 //! [`kafka_brokers`], [`rabbitmq_url`], [`redis_url`] and [`postgres_url`] return the addresses of
-//! the servers that all tests share, and [`Servers`] starts those that are missing. [`servers`] starts servers for
-//! one test, which can be stopped, killed, frozen and started again.
+//! the servers that all tests share, and [`Servers`] starts those that are missing. [`servers`]
+//! starts servers for one test, which can be stopped, killed, frozen and started again.
 #![forbid(unsafe_code)]
 
 pub mod bad_input;

@@ -1,16 +1,16 @@
-//! Log lines.
+//! Collects log lines for assertions.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-/// The log lines of this process, with their times. Clones share them.
+/// Collected log lines with the times at which they were written. Clones share the lines.
 #[derive(Clone, Debug, Default)]
 pub struct Lines(Arc<Mutex<Vec<(Instant, String)>>>);
 
 impl Lines {
-    /// Collects all lines at `INFO` and above from now on. A process has one global subscriber, so
-    /// a test that uses it must be alone in its binary.
+    /// Installs a global subscriber that collects all lines of the process at `INFO` and above. A
+    /// process has one global subscriber, so a test that calls this must be alone in its binary.
     ///
     /// # Panics
     /// If there is a subscriber already.

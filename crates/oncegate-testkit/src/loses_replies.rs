@@ -24,16 +24,16 @@ pub struct LosesReplies<P> {
     plan: P,
 }
 
-/// What happens to one batch.
+/// Whether the reply to one batch is lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReplyFault {
-    /// It is applied and answered.
+    /// All operations are applied, and the caller receives the reply.
     Answered,
     /// The first `applied` operations are applied, and each operation of the batch fails with
     /// [`StoreError::Unknown`].
     Lost {
-        /// Any number; a larger one than the batch means all.
+        /// The number of applied operations; if it exceeds the size of the batch, all are applied.
         applied: usize,
     },
 }
@@ -75,7 +75,7 @@ impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> Store for LosesReplies<P> 
         self.store.persistence().await
     }
 
-    /// The handle of the store itself, which loses nothing.
+    /// Returns the inner store's handle: replies to renewals are not lost.
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
         self.store.for_renewals()
     }

@@ -24,20 +24,23 @@ pub enum Poison {
 const ATTEMPTS: u32 = 3;
 /// The number of runs in each attempt of a poison message that fails.
 const RUNS: u32 = 2;
-/// The limit of the time of the other messages beside a poison message, relative to their time
-/// without it.
+/// The maximum time of the other messages in a run with a poison message, relative to their time
+/// in a run without it.
 const MAX_SLOWDOWN: f64 = 1.10;
 /// The time limit of one call of [`handle`].
 const ROUND_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// Fails or panics with the poison message and handles all others.
 #[derive(Clone)]
-struct PoisonCounts {
+struct PoisonHandler {
     poison: Poison,
+    /// The number of runs that succeeded.
     handled: Arc<AtomicU32>,
+    /// The number of runs of the poison message.
     poisoned: Arc<AtomicU32>,
 }
 
-impl Handler for PoisonCounts {
+impl Handler for PoisonHandler {
     type Payload = u32;
 
     async fn handle(&self, number: u32, _: &Context) -> Result<(), Failure> {
@@ -54,12 +57,13 @@ impl Handler for PoisonCounts {
 }
 
 /// Handles the messages `first..=last` of a source with an empty store, and returns the time from
-/// the first successful message to the last. `settled` must return when the broker shows all of
-/// them settled; then the consumer ends.
+/// the first successful message to the last. `first` is [`POISON`], or `POISON + 1` for a run
+/// without the poison message. `settled` must return when the broker shows all messages as settled;
+/// then the consumer ends.
 ///
 /// # Panics
-/// If that takes more than two minutes, a message is handled twice, or the poison message runs more
-/// or less often than allowed.
+/// If handling takes more than two minutes, a message is handled twice, or the poison message has
+/// more or fewer runs than expected.
 pub async fn handle(
     source: impl Connect + 'static,
     id: IdSource,
@@ -67,7 +71,7 @@ pub async fn handle(
     last: u32,
     settled: impl AsyncFnOnce(),
 ) -> Duration {
-    let counts = PoisonCounts {
+    let counts = PoisonHandler {
         poison,
         handled: Arc::default(),
         poisoned: Arc::default(),
@@ -87,7 +91,7 @@ pub async fn handle(
         while counts.handled.load(Ordering::SeqCst) < count {
             assert!(
                 Instant::now() < until,
-                "{} of {count}",
+                "{} of {count} messages handled within {ROUND_TIMEOUT:?}",
                 counts.handled.load(Ordering::SeqCst)
             );
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -128,12 +132,12 @@ pub struct Rounds {
 }
 
 impl Rounds {
-    /// Runs this many rounds; `one` passes its argument to [`handle`] and returns the time of the
-    /// other messages.
+    /// Runs this many rounds, each without a poison message and with one. `run` must pass its
+    /// argument to [`handle`] and return the result.
     pub async fn measure(
         poison: Poison,
         rounds: usize,
-        mut one: impl AsyncFnMut((Poison, u32)) -> Duration,
+        mut run: impl AsyncFnMut((Poison, u32)) -> Duration,
     ) -> Self {
         let mut results = Self {
             poison,
@@ -141,14 +145,14 @@ impl Rounds {
             with: Vec::new(),
         };
         for round in 0..rounds {
-            // The order alternates, because the second run finds warm caches in the broker.
+            // The order alternates, because the broker's caches are warm in the second run.
             let order = if round % 2 == 0 {
                 [POISON + 1, POISON]
             } else {
                 [POISON, POISON + 1]
             };
             for first in order {
-                let took = one((poison, first)).await;
+                let took = run((poison, first)).await;
                 if first == POISON {
                     &mut results.with
                 } else {
@@ -160,12 +164,12 @@ impl Rounds {
         results
     }
 
-    /// Prints the times and compares them round by round, since other load affects both halves of a
-    /// round.
+    /// Prints the times and compares the two runs of each round, since other load on the machine
+    /// affects both.
     ///
     /// # Panics
-    /// If the other messages took more than a tenth longer beside a poison message, by the median
-    /// of all rounds.
+    /// If the other messages took more than a tenth longer with a poison message than without it,
+    /// by the median of all rounds.
     pub fn assert_slowdown_limit(&self) {
         let mut ratios: Vec<f64> = self
             .with

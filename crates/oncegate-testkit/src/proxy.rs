@@ -1,7 +1,7 @@
-//! A TCP proxy between a client and its server that loses replies, drops packets, resets and
-//! delays.
+//! A TCP proxy between a client and its server that loses replies, resets connections, and delays
+//! or holds back bytes.
 //!
-//! Unlike general network tools it can lose the reply to a certain request *after* the server has
+//! Unlike general network tools it can lose the reply to a chosen request *after* the server has
 //! executed the request.
 
 use std::io::{Read, Write};
@@ -15,13 +15,13 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RequestFault {
-    /// It is forwarded, and so is its reply.
+    /// The request and its reply are forwarded.
     Pass,
-    /// It is forwarded and executed; its reply is lost and the connection closed.
+    /// The request is forwarded and executed; its reply is discarded and the connection closed.
     LoseReply,
-    /// It is not forwarded; the connection is closed.
+    /// The request is not forwarded; the connection is closed.
     Reset,
-    /// It is forwarded after this time.
+    /// The request is forwarded after this time.
     Delay(Duration),
 }
 
@@ -42,13 +42,14 @@ pub struct Proxy {
 type ChooseFault = Box<dyn FnMut(&mut [u8]) -> RequestFault + Send>;
 
 struct Shared {
+    /// The port of the server.
     server: u16,
     choose_fault: Mutex<ChooseFault>,
     connections: Mutex<Vec<[TcpStream; 2]>>,
     forwarding: Mutex<Forwarding>,
     forwarding_changed: Condvar,
     closed: AtomicBool,
-    lost: AtomicU64,
+    lost_replies: AtomicU64,
 }
 
 impl Proxy {
@@ -66,7 +67,7 @@ impl Proxy {
             forwarding: Mutex::new(Forwarding::On),
             forwarding_changed: Condvar::new(),
             closed: AtomicBool::new(false),
-            lost: AtomicU64::new(0),
+            lost_replies: AtomicU64::new(0),
         });
         let accepting = shared.clone();
         thread::spawn(move || {
@@ -98,9 +99,9 @@ impl Proxy {
         self.shared.set_forwarding(Forwarding::On);
     }
 
-    /// Forwards nothing in both directions until [`pass`](Self::pass); then the bytes are
-    /// forwarded, like retransmitted TCP segments. Connections stay open, and new ones are
-    /// accepted.
+    /// Holds back all bytes in both directions until [`pass`](Self::pass) or
+    /// [`end_black_hole`](Self::end_black_hole), which forward them, like retransmitted TCP
+    /// segments. Connections stay open, and new ones are accepted.
     pub fn black_hole(&self) {
         self.shared.set_forwarding(Forwarding::Off);
     }
@@ -120,14 +121,15 @@ impl Proxy {
 
     /// The number of lost replies.
     pub fn lost_replies(&self) -> u64 {
-        self.shared.lost.load(Ordering::SeqCst)
+        self.shared.lost_replies.load(Ordering::SeqCst)
     }
 }
 
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::SeqCst);
-        // Wakes the accepting thread, which ends; if the connection fails it has ended.
+        // The connection wakes the accepting thread, which then ends. If the connection fails, the
+        // thread has ended already.
         let _ = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port));
         self.reset();
         self.shared.set_forwarding(Forwarding::On);
@@ -146,30 +148,33 @@ impl Shared {
         let server = TcpStream::connect((Ipv4Addr::LOCALHOST, self.server))?;
         client.set_nodelay(true)?;
         server.set_nodelay(true)?;
-        let losing = Arc::new(AtomicBool::new(false));
+        let loses_reply = Arc::new(AtomicBool::new(false));
         lock(&self.connections).push([client.try_clone()?, server.try_clone()?]);
         let (to_server, to_client) = ([client.try_clone()?, server.try_clone()?], [server, client]);
         let (requests, replies) = (self.clone(), self.clone());
-        let lost = losing.clone();
+        let chosen = loses_reply.clone();
         thread::spawn(move || {
             requests.forward(to_server, |shared, request| {
-                shared.forwards_request(request, &losing)
+                shared.forwards_request(request, &chosen)
             })
         });
-        thread::spawn(move || replies.forward(to_client, |shared, _| shared.forwards_reply(&lost)));
+        thread::spawn(move || {
+            replies.forward(to_client, |shared, _| shared.forwards_reply(&loses_reply))
+        });
         Ok(())
     }
 
-    /// Forwards bytes from the first to the second until one is closed or `pass` returns false.
+    /// Forwards bytes from the first stream to the second until one is closed or `may_forward`
+    /// returns false; then closes both.
     fn forward(
         &self,
         [mut from, mut to]: [TcpStream; 2],
-        mut pass: impl FnMut(&Self, &mut [u8]) -> bool,
+        mut may_forward: impl FnMut(&Self, &mut [u8]) -> bool,
     ) {
         let mut buffer = vec![0; 1 << 16];
         while let Ok(read @ 1..) = from.read(&mut buffer) {
             self.wait_until_forwarding();
-            if !pass(self, &mut buffer[..read]) || to.write_all(&buffer[..read]).is_err() {
+            if !may_forward(self, &mut buffer[..read]) || to.write_all(&buffer[..read]).is_err() {
                 break;
             }
         }
@@ -191,14 +196,15 @@ impl Shared {
         );
     }
 
-    /// Applies the chosen fault and returns whether the request is forwarded.
-    fn forwards_request(&self, request: &mut [u8], losing: &AtomicBool) -> bool {
+    /// Applies the chosen fault and returns whether the request is forwarded. Sets `loses_reply` if
+    /// the reply must be discarded.
+    fn forwards_request(&self, request: &mut [u8], loses_reply: &AtomicBool) -> bool {
         let fault = lock(&self.choose_fault)(request);
         match fault {
             RequestFault::Pass => true,
             RequestFault::Reset => false,
             RequestFault::LoseReply => {
-                losing.store(true, Ordering::SeqCst);
+                loses_reply.store(true, Ordering::SeqCst);
                 true
             }
             RequestFault::Delay(time) => {
@@ -208,20 +214,20 @@ impl Shared {
         }
     }
 
-    /// Returns whether the reply is forwarded; otherwise the connection is closed. By now the server
-    /// has executed the request.
-    fn forwards_reply(&self, losing: &AtomicBool) -> bool {
-        let loses = losing.load(Ordering::SeqCst);
-        if loses {
-            self.lost.fetch_add(1, Ordering::SeqCst);
+    /// Returns whether the reply is forwarded; otherwise the connection is closed. By now the
+    /// server has executed the request.
+    fn forwards_reply(&self, loses_reply: &AtomicBool) -> bool {
+        let is_lost = loses_reply.load(Ordering::SeqCst);
+        if is_lost {
+            self.lost_replies.fetch_add(1, Ordering::SeqCst);
         }
-        !loses
+        !is_lost
     }
 }
 
 fn close(pair: &[TcpStream; 2]) {
     for stream in pair {
-        // It may be closed already.
+        // Fails if the stream is closed already.
         let _ = stream.shutdown(Shutdown::Both);
     }
 }

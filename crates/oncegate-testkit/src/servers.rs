@@ -95,14 +95,19 @@ pub enum ServerError {
     },
 }
 
-/// The text of `Display` with line breaks, because tests show the error by `unwrap`.
+/// Prints the text of `Display` with line breaks, because `unwrap` in a test prints the `Debug`
+/// form.
 impl fmt::Debug for ServerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-fn io(server: &'static str, action: impl Into<String>, source: std::io::Error) -> ServerError {
+fn io_error(
+    server: &'static str,
+    action: impl Into<String>,
+    source: std::io::Error,
+) -> ServerError {
     ServerError::Io {
         server,
         action: action.into(),

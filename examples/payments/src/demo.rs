@@ -1,4 +1,4 @@
-//! The whole demo: sends payments, kills workers meanwhile, waits until all are settled, and counts.
+//! The whole demo: sends payments, kills workers meanwhile, waits for all settlements, and counts.
 
 use std::future::pending;
 use std::path::Path;
@@ -20,9 +20,9 @@ use crate::{BrokerKind, Cli, Result};
 const WORKERS: usize = 4;
 /// How many workers are killed while payments are sent.
 const KILLS: usize = 5;
-/// A run ends if no delivery was settled for this time: longer than Kafka needs to assign partitions.
+/// A run ends after this time without a settled delivery. Kafka assigns partitions in less.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
-/// A run with a correct report ends after this time without a settled delivery: longer than a lease.
+/// On servers, a run with a correct report ends after this time, which is longer than a lease.
 const IDLE_TIME: Duration = Duration::from_secs(3);
 
 pub(crate) async fn run(cli: &Cli) -> Result<Report> {
@@ -41,14 +41,14 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report> {
     flock(&lock, FlockOperation::NonBlockingLockExclusive)
         .map_err(|error| format!("{shown} is in use by another run: {error}"))?;
     let config = configure(cli, &name, &run_dir, store)?;
-    let report = charge(cli, config, &run_dir).await;
+    let report = run_configured(cli, config, &run_dir).await;
     let report = report.map_err(|error| format!("{error}; the files of the run are in {shown}"))?;
     if cli.keep || !report.is_correct && cli.guarantee != "bare" {
         eprintln!("payments: ledger and store are kept in {shown}; to show one payment:");
         let tool = "cargo run -q -p oncegate-cli --";
         eprintln!("{tool} --config {shown}/oncegate.toml explain pay-000001");
     } else {
-        // At once: the next run must not find the store without its ledger.
+        // The rename removes store and ledger together: the next run must not find only one.
         let removed = run_dir.with_extension("removed");
         std::fs::rename(&run_dir, &removed)?;
         std::fs::remove_dir_all(removed)?;
@@ -57,7 +57,7 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report> {
     Ok(report)
 }
 
-/// Writes `oncegate.toml`, for the workers and for the operator's tool, and reads it.
+/// Writes `oncegate.toml` for the workers and for the program `oncegate`, and reads it.
 fn configure(cli: &Cli, name: &str, run_dir: &Path, store: &str) -> Result<Config> {
     let store = match store {
         "sqlite" => format!("sqlite:{}", run_dir.join("payments.db").display()),
@@ -90,7 +90,7 @@ fn address(variable: &str) -> Result<String> {
     })
 }
 
-async fn charge(cli: &Cli, config: Config, run_dir: &Path) -> Result<Report> {
+async fn run_configured(cli: &Cli, config: Config, run_dir: &Path) -> Result<Report> {
     #[cfg(feature = "postgres")]
     if let Ok(postgres) = config.postgres(None) {
         postgres.migrate().await?;

@@ -1,5 +1,5 @@
-//! The payments demo: charges payments through oncegate, while the provider, the network and
-//! workers fail, and counts the charges in the provider's ledger. Start reading at `charge.rs`, the handler.
+//! The payments demo: charges payments through oncegate while the provider and workers fail, and
+//! counts the charges in the provider's ledger. Start reading at `charge.rs`, the handler.
 #![forbid(unsafe_code)]
 
 mod charge;
@@ -57,14 +57,14 @@ struct Cli {
     /// The broker; its address is ONCEGATE_KAFKA or ONCEGATE_RABBITMQ.
     #[arg(long, value_enum, default_value_t = BrokerKind::Memory)]
     broker: BrokerKind,
-    /// Stores ids; `sqlite` by default with the memory broker, `redis` at ONCEGATE_REDIS with
-    /// others; `postgres` at ONCEGATE_POSTGRES.
+    /// The store of ids: by default `sqlite` with the memory broker, and `redis` at ONCEGATE_REDIS
+    /// with the others; `postgres` is at ONCEGATE_POSTGRES.
     #[arg(long, value_parser = ["sqlite", "redis", "postgres"])]
     store: Option<String>,
-    /// `at-most-once`: after an unknown outcome, looked up at the provider, or in doubt for an
-    /// operator. `effectively-once`: run again after a crash; the id is the idempotency key at the
-    /// provider. `bare`: only `SET NX` and `DEL` in the store: loses payments, and charges some
-    /// twice.
+    /// `at-most-once`: an unknown outcome is looked up at the provider, or left to an operator.
+    /// `effectively-once`: a payment runs again after a crash, with its id as the provider's
+    /// idempotency key. `bare`: uses only `SET NX` and `DEL` in the store, loses payments, and
+    /// charges some twice.
     #[arg(long, value_parser = GUARANTEES, default_value = GUARANTEES[0])]
     guarantee: String,
     /// How many payments are sent.
@@ -83,7 +83,7 @@ struct Cli {
     /// The directory of the ledger and the SQLite store; a killed run is resumed from it.
     #[arg(long, default_value = "payments-run")]
     run_dir: PathBuf,
-    /// Keeps the files. What was created on real servers remains in any case.
+    /// Keeps the files of the run. The demo never removes topics, queues and keys on real servers.
     #[arg(long)]
     keep: bool,
     /// `produce`: prefix of the ids; different for each producer.
@@ -98,7 +98,7 @@ struct Cli {
 enum Command {
     /// Sends payments.
     Produce,
-    /// A worker: charges payments until SIGTERM.
+    /// Runs a worker, which charges payments until SIGTERM.
     Work,
     /// Prints the counts of all payments so far.
     Report,

@@ -17,7 +17,7 @@ const DELAYED: Duration = Duration::from_millis(250);
 
 const TABLES: &str = "
     PRAGMA journal_mode = WAL;
-    PRAGMA synchronous = OFF; -- survives a killed process
+    PRAGMA synchronous = OFF; -- enough: a killed process loses no commit
     CREATE TABLE IF NOT EXISTS charges (id TEXT, amount INTEGER, attempt INTEGER);
     CREATE INDEX IF NOT EXISTS charges_by_id ON charges (id);
     -- Attempts up to and including this one are refused.
@@ -39,9 +39,9 @@ const VOID: &str = "
 pub(crate) struct Provider {
     /// A SQLite file, which several processes may share.
     ledger: Arc<Mutex<Connection>>,
-    /// The id is an idempotency key: a second charge is not booked, and nothing is voided.
+    /// Whether the id is an idempotency key: then a second charge is accepted and not booked.
     deduplicates: bool,
-    /// From this id on, charges have no reply and look-ups fail.
+    /// The first id whose charge has no reply and whose look-ups fail; so do all higher ids.
     first_unsure: Option<String>,
 }
 
@@ -74,7 +74,7 @@ impl Provider {
     pub(crate) async fn charge(&self, _: Card, amount: u32, id: &str, attempt: u32) -> Result<()> {
         let (provider, id) = (self.clone(), id.to_owned());
         let fault = fastrand::u8(0..100) * u8::from(!self.is_unsure(&id));
-        // In a task: a sent request arrives even if its caller is aborted.
+        // A task, because a sent request arrives even if its caller is aborted.
         let booking = tokio::spawn(async move {
             let (is_late, is_lost) = (matches!(fault, 2..4), matches!(fault, 4..6));
             sleep(if is_late { DELAYED } else { LATENCY }).await;

@@ -23,7 +23,7 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Checks the messages against how often each was charged and what was rejected.
+    /// Compares the sent messages with the charges in the ledger and the rejected messages.
     pub(crate) fn of(
         charges: &HashMap<String, i64>,
         metrics: &str,
@@ -72,7 +72,7 @@ impl Report {
         }
     }
 
-    /// Prints the counts and what is wrong; success only if nothing is.
+    /// Prints the counts and what is wrong. Returns success only if the report is correct.
     pub(crate) fn print(&self, json: bool) -> ExitCode {
         if json {
             let key = |name: &str| name.replace(": ", "_").replace(' ', "_");

@@ -43,7 +43,7 @@ pub(crate) struct Topic {
 }
 
 impl Topic {
-    /// Creates the topic, unless it exists. The workers create those of rejected messages.
+    /// Creates the topic, unless it exists. Workers create the dead-letter and in-doubt topics.
     pub(crate) async fn open(config: &Config) -> Result<Self> {
         let (kafka, name) = (config.kafka()?, config.text("kafka.topic"));
         let name = name.unwrap_or_default().to_owned();
@@ -66,7 +66,7 @@ impl Topic {
         let (_span, headers) = sending(message);
         let headers = headers.iter().map(|(key, value)| (key, Some(value)));
         let headers = headers.map(|(key, value)| Header { key, value });
-        // Without a key: the copies of a payment reach different workers.
+        // Without a key, so that the copies of a payment reach different workers.
         let record = FutureRecord::<(), str>::to(&self.name);
         let record = record.headers(headers.fold(OwnedHeaders::new(), OwnedHeaders::insert));
         let sent = self.producer.send(record.payload(&message.body), TIMEOUT);

@@ -100,7 +100,7 @@ impl Broker {
     }
 }
 
-/// An id as text; empty if a message has none.
+/// An id as text; empty if the message has no id.
 pub(crate) fn text(id: Option<&[u8]>) -> String {
     String::from_utf8_lossy(id.unwrap_or_default()).into_owned()
 }

@@ -15,8 +15,8 @@ use serde_json::Value;
 
 const PAYMENTS: &str = env!("CARGO_BIN_EXE_payments");
 
-/// Metrics that do not exist before their first event, which does not occur in the demo. Their
-/// queries return 0 until then.
+/// Metrics that do not exist before their first event, which does not occur in the demo. The
+/// dashboard's queries return 0 for them (`or vector(0)`).
 const ZERO_IN_DEMO: &[&str] = &[
     "oncegate_redis_paused",
     "oncegate_redis_anomalies_total",
@@ -98,7 +98,8 @@ fn demo(
 
 /// The configuration of a worker or a producer.
 ///
-/// The Redis of tests is volatile, which at most once refuses, so the guarantee is effectively once.
+/// The Redis of tests is volatile, which at most once refuses, so the guarantee is effectively
+/// once.
 fn variables<'a>(
     name: &'a str,
     broker: &'a str,
@@ -121,7 +122,7 @@ fn variables<'a>(
     ]
 }
 
-/// A Prometheus that scrapes these every half a second, with the alert rules.
+/// A Prometheus with the alert rules that scrapes the workers every half a second.
 struct Prometheus {
     _process: Process,
     address: String,
@@ -137,8 +138,8 @@ impl Prometheus {
         });
         let file = directory.join("prometheus.yml"); // JSON is YAML
         std::fs::write(&file, config.to_string()).expect("written");
-        // Debian's package of that name, which `cargo xtask setup` installs. The system chooses a
-        // free port.
+        // `cargo xtask setup` installs Debian's package `prometheus`. The system chooses a free
+        // port.
         let mut command = Command::new("prometheus");
         command
             .arg(format!("--config.file={}", file.display()))
@@ -154,7 +155,7 @@ impl Prometheus {
         }
     }
 
-    /// The data of a reply; `None` if there is none.
+    /// The data of a reply; `None` if there is no reply.
     async fn query(&self, path: &str) -> Option<Value> {
         let answer = reqwest::get(format!("http://{}/api/v1/{path}", self.address))
             .await
@@ -201,24 +202,25 @@ fn queries() -> Vec<String> {
     queries
 }
 
+/// The names of the metrics in a query.
 fn names(query: &str) -> Vec<&str> {
     let words = query.split(|it: char| !it.is_ascii_alphanumeric() && it != '_');
     words.filter(|word| word.starts_with("oncegate_")).collect()
 }
 
-/// Repeats a check until it succeeds.
+/// Repeats a check until it succeeds. Panics with the last error after two minutes.
 async fn until(what: &str, mut query: impl AsyncFnMut() -> Result<(), String>) {
-    let mut instead = String::new();
+    let mut last_error = String::new();
     let asking = async {
-        while let Err(other) = query().await {
-            instead = other;
+        while let Err(error) = query().await {
+            last_error = error;
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
     };
     let in_time = tokio::time::timeout(Duration::from_secs(120), asking)
         .await
         .is_ok();
-    assert!(in_time, "timed out: {what}: {instead}");
+    assert!(in_time, "timed out: {what}: {last_error}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -306,8 +308,8 @@ async fn every_dashboard_query_returns_data_and_every_rule_is_evaluated() {
                     .iter()
                     .any(|it| it["name"] == name && it["state"] == "firing")
             };
-            let asked = rules.len() > 15 && rules.iter().all(|it| it["health"] == "ok");
-            if asked && fires("OncegateDeadLetters") && !fires("OncegateWorkerDown") {
+            let are_evaluated = rules.len() > 15 && rules.iter().all(|it| it["health"] == "ok");
+            if are_evaluated && fires("OncegateDeadLetters") && !fires("OncegateWorkerDown") {
                 Ok(())
             } else {
                 Err(format!("{groups:#}"))
@@ -335,12 +337,12 @@ async fn every_dashboard_query_returns_data_and_every_rule_is_evaluated() {
                     .iter()
                     .find(|it| it["broker"] == broker)
                     .expect("its source");
-                let moved = if broker == "kafka" {
+                let progress = if broker == "kafka" {
                     &source["partitions"][0]["committable"]
                 } else {
                     &source["delivered"]
                 };
-                if read["ready"] == true && moved.as_i64().is_some_and(|it| it > 0) {
+                if read["ready"] == true && progress.as_i64().is_some_and(|it| it > 0) {
                     Ok(())
                 } else {
                     Err(page)
@@ -355,7 +357,7 @@ async fn every_dashboard_query_returns_data_and_every_rule_is_evaluated() {
 
 async fn remove_queues(url: &str, name: &str) {
     use lapin::options::QueueDeleteOptions;
-    let second_run = [
+    let suffixes = [
         ".dead-letters",
         ".in-doubt",
         ".delay.1000",
@@ -368,7 +370,7 @@ async fn remove_queues(url: &str, name: &str) {
         .await
         .expect("connected");
     let channel = connection.create_channel().await.expect("a channel");
-    for suffix in [""].into_iter().chain(second_run) {
+    for suffix in [""].into_iter().chain(suffixes) {
         channel
             .queue_delete(
                 format!("{name}{suffix}").into(),

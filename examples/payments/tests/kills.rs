@@ -29,7 +29,7 @@ fn counts(output: &Output) -> HashMap<String, u64> {
     serde_json::from_slice(&output.stdout).expect("numbers by name")
 }
 
-/// The directory of the only run.
+/// The directory of the run; there must be only one.
 fn run_folder(run_dir: &Path) -> PathBuf {
     let mut folders: Vec<PathBuf> = std::fs::read_dir(run_dir)
         .expect("a directory entry")
@@ -68,7 +68,7 @@ fn a_demo_killed_ten_times_charges_once_and_loses_nothing() {
         std::thread::sleep(*kill_time);
         killed.kill().expect("it can be killed");
         let killed = killed.wait_with_output().expect("it ended");
-        // It takes longer than any of the moments, so it was in the middle of its work.
+        // A run takes longer than any of the kill times, so it was killed before its end.
         assert_eq!(
             killed.status.code(),
             None,
@@ -86,7 +86,7 @@ fn a_demo_killed_ten_times_charges_once_and_loses_nothing() {
         );
         charged = now;
     }
-    assert!(charged > 0, "all were killed before the first charge");
+    assert!(charged > 0, "all runs were killed before the first charge");
 
     let last = demo(&run_dir, &seed)
         .args(["--json", "--keep"])

@@ -11,22 +11,22 @@ fn error(broker: &str, redis: &str, rabbitmq: &str) -> String {
     demo.args(["--broker", broker, "--payments", "10"]);
     demo.env("ONCEGATE_REDIS", redis)
         .env("ONCEGATE_RABBITMQ", rabbitmq);
-    let json_of = demo.arg("--run-dir").arg(temporary.path()).output();
-    let json_of = json_of.expect("it ran");
-    assert_eq!(json_of.status.code(), Some(2));
-    String::from_utf8(json_of.stderr).expect("text")
+    let output = demo.arg("--run-dir").arg(temporary.path()).output();
+    let output = output.expect("it ran");
+    assert_eq!(output.status.code(), Some(2));
+    String::from_utf8(output.stderr).expect("text")
 }
 
 #[test]
 fn a_server_that_cannot_be_reached_is_named_without_its_password() {
-    let nowhere = "amqp://someone:canary@127.0.0.1:1/%2f";
-    let of_redis = error("rabbitmq", "redis://:canary@127.0.0.1:1", nowhere);
+    let unreachable = "amqp://someone:canary@127.0.0.1:1/%2f";
+    let of_redis = error("rabbitmq", "redis://:canary@127.0.0.1:1", unreachable);
     assert!(
         of_redis.contains("Redis at 127.0.0.1:1"),
         "no address in {of_redis}"
     );
     let redis = oncegate_testkit::redis_url().expect("ONCEGATE_REDIS is set");
-    let of_rabbitmq = error("rabbitmq", &redis, nowhere);
+    let of_rabbitmq = error("rabbitmq", &redis, unreachable);
     assert!(
         of_rabbitmq.contains("127.0.0.1:1/%2f cannot be reached"),
         "no address in {of_rabbitmq}"

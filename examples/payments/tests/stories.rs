@@ -28,7 +28,6 @@ fn explain_resolve_and_redrive_on_rabbitmq() {
 }
 
 fn explain_resolve_and_redrive(run: &Run) {
-    let sent_twice = SENT_TWICE;
     let broken = run.listed_ids("dead-letters");
     assert!(
         ["pay-000199", "pay-000200"]
@@ -46,9 +45,9 @@ fn explain_resolve_and_redrive(run: &Run) {
         "handled",
         &["accepted without calling the handler"],
     );
-    run.assert_explained(sent_twice, "handled", &["duplicate leaves no trace"]);
+    run.assert_explained(SENT_TWICE, "handled", &["duplicate leaves no trace"]);
     if run.broker == "kafka" {
-        let explanation = run.json(&["explain", sent_twice, "--copies"]);
+        let explanation = run.json(&["explain", SENT_TWICE, "--copies"]);
         assert_eq!(
             (
                 explanation["verdict"].as_str(),
@@ -66,7 +65,7 @@ fn explain_resolve_and_redrive(run: &Run) {
     run.assert_explained(broken, "dead-lettered", &["dead-letters redrive"]);
     run.assert_explained("nobody", "unknown", &["Nothing is known about this id"]);
 
-    // The ledger shows that it happened. Without --yes the command is a preview.
+    // The ledger shows that the charge happened. Without --yes the command is a preview.
     assert!(run.charged("pay-000200"));
     let resolve = [
         "in-doubt",
@@ -98,15 +97,16 @@ fn explain_resolve_and_redrive(run: &Run) {
     wait_until("the message is dead-lettered again", || {
         run.listed_ids("dead-letters").contains(broken)
     });
-    worker.exits_with();
-    // Before, a worker may have been killed after it recorded the rejection: then the reason is that.
+    worker.stop();
+    // Before the redrive the reason may be `rejected-before`, if a worker was killed after it had
+    // recorded the rejection. Now it is `unreadable`.
     run.assert_explained(
         broken,
         "dead-lettered",
         &["unreadable", "not the JSON that was expected", "bob"],
     );
 
-    // The audit of the store has the actions of all runs; the scope is that of this run.
+    // The store's audit log has the actions of all runs; those of this run have its scope.
     for (who, what, id) in [
         ("ann", "in-doubt resolve", "pay-000200"),
         ("bob", "dead-letters redrive", broken),
@@ -161,7 +161,7 @@ impl Run {
             .output()
             .expect("it ran");
         let report = json_of(&ran, 0);
-        // Counted in the ledger, which has the payments in doubt, too.
+        // `charged` is counted in the ledger, which also has the payments in doubt.
         for (count, wanted) in [("charged", 200), ("charged_twice", 0), ("lost", 0)] {
             assert_eq!(report[count], wanted, "{count}: {report}");
         }
@@ -193,7 +193,8 @@ impl Run {
             > 0
     }
 
-    fn query(&self, arguments: &[&str]) -> Output {
+    /// Runs `oncegate` with the configuration of the run.
+    fn oncegate(&self, arguments: &[&str]) -> Output {
         let mut oncegate = Command::new(tool());
         oncegate
             .arg("--config")
@@ -203,9 +204,10 @@ impl Run {
             .expect("it ran")
     }
 
+    /// Runs `oncegate`, asserts its exit code and returns its JSON.
     #[track_caller]
     fn exits_with(&self, arguments: &[&str], code: i32) -> Value {
-        json_of(&self.query(&[arguments, &["--json"]].concat()), code)
+        json_of(&self.oncegate(&[arguments, &["--json"]].concat()), code)
     }
 
     #[track_caller]
@@ -224,6 +226,7 @@ impl Run {
             .collect()
     }
 
+    /// Asserts the verdict of `oncegate explain` and that its output contains these words.
     #[track_caller]
     fn assert_explained(&self, id: &str, verdict: &str, words: &[&str]) -> Value {
         let explanation = self.json(&["explain", id]);
@@ -251,7 +254,7 @@ impl Run {
 
     /// Removes the topics or queues of the run.
     fn remove(&self) {
-        let second_run = [
+        let suffixes = [
             ".dead-letters",
             ".in-doubt",
             ".delay.1000",
@@ -262,7 +265,7 @@ impl Run {
         ];
         let names: Vec<String> = [""]
             .into_iter()
-            .chain(second_run)
+            .chain(suffixes)
             .map(|suffix| format!("{}{suffix}", self.name))
             .collect();
         tokio::runtime::Runtime::new()
@@ -310,7 +313,7 @@ struct Worker(Child);
 
 impl Worker {
     /// Sends SIGTERM and asserts exit code 0.
-    fn exits_with(mut self) {
+    fn stop(mut self) {
         kill_process(Pid::from_child(&self.0), Signal::TERM).expect("it runs");
         assert!(self.0.wait().expect("it ended").success());
     }

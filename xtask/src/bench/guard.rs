@@ -1,5 +1,5 @@
 //! Counts instructions per message with a memory broker and store. Unlike times, instruction counts
-//! are reproducible. What it costs to create and publish a message is subtracted.
+//! are reproducible. The cost of creating and publishing a message is subtracted.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -8,8 +8,8 @@ use std::process::Command;
 use crate::Error;
 use crate::setup;
 
-/// The numbers of messages of the short and the long run. The difference of their costs excludes
-/// start and end of the process.
+/// The numbers of messages of the short and the long run. The difference of their costs does not
+/// contain the cost of the start and the end of the process.
 const MESSAGES: [u64; 2] = [2_000, 12_000];
 /// The execution modes of handlers.
 const EXECUTIONS: [&str; 2] = ["inline", "spawned"];
@@ -58,7 +58,7 @@ pub(super) fn run(mode: BaselineMode) -> Result<(), Error> {
             Some(change) if change <= TOLERANCE_PERCENT => {
                 if change < -TOLERANCE_PERCENT {
                     println!(
-                        "guard: {handlers}: much less than the baseline; record it with `cargo xtask bench --guard --record`"
+                        "guard: {handlers}: more than {TOLERANCE_PERCENT} % below the baseline; record the new one with `cargo xtask bench --guard --record`"
                     );
                 }
             }
@@ -75,7 +75,7 @@ pub(super) fn run(mode: BaselineMode) -> Result<(), Error> {
         return Ok(());
     }
     let executions = regressed.join(", ");
-    Err(Error::ByHand(format!(
+    Err(Error::ActionRequired(format!(
         "instructions per message grew by more than {TOLERANCE_PERCENT} % ({executions}): find the cause with callgrind_annotate on {}; if it is \
          intended, record the new baseline: cargo xtask bench --guard --record",
         output(regressed[0], MESSAGES[1]).display()
@@ -85,7 +85,7 @@ pub(super) fn run(mode: BaselineMode) -> Result<(), Error> {
 /// The cost per message: the difference of a long and a short run, divided by the number of
 /// messages.
 fn cost_per_message(program: &Path, handlers: &str) -> Result<Cost, Error> {
-    // In parallel: that halves the time on two cores and does not change the counts.
+    // The runs are parallel, which halves the time on two cores and does not change the counts.
     let [few, many] = std::thread::scope(|scope| {
         MESSAGES
             .map(|messages| scope.spawn(move || count(program, handlers, messages)))
@@ -99,8 +99,8 @@ fn cost_per_message(program: &Path, handlers: &str) -> Result<Cost, Error> {
     })
 }
 
-/// Builds the program with `rustix_use_libc`, since callgrind cannot follow direct system calls.
-/// The flag needs a separate target directory, or it would rebuild the whole workspace.
+/// Builds the program with `rustix_use_libc`, because callgrind cannot follow direct system calls.
+/// The flag needs a separate target directory; otherwise cargo would rebuild the whole workspace.
 fn build() -> Result<PathBuf, Error> {
     let directory = setup::target_directory().join("instructions");
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -117,17 +117,18 @@ fn build() -> Result<PathBuf, Error> {
         .env("CARGO_TARGET_DIR", &directory)
         .env("RUSTFLAGS", "--cfg=rustix_use_libc");
     cargo.env("CARGO_PROFILE_RELEASE_DEBUG", "line-tables-only");
-    setup::call(&mut cargo)?;
+    setup::run_program(&mut cargo)?;
     Ok(directory.join("release/oncegate-bench-instructions"))
 }
 
+/// Runs the program under callgrind and returns the cost of the whole run.
 fn count(program: &Path, handlers: &str, messages: u64) -> Result<Cost, Error> {
     let path = output(handlers, messages);
     let mut valgrind = Command::new("valgrind");
     valgrind
         .args(["--quiet", "--tool=callgrind"])
         .arg(format!("--callgrind-out-file={}", path.display()));
-    setup::call(
+    setup::run_program(
         valgrind
             .arg(program)
             .args([&messages.to_string(), handlers]),
@@ -138,7 +139,7 @@ fn count(program: &Path, handlers: &str, messages: u64) -> Result<Cost, Error> {
     })?;
     let cost = total(&text);
     if cost.instructions == 0.0 {
-        return Err(Error::ByHand(format!(
+        return Err(Error::ActionRequired(format!(
             "{} has no `totals:` line; check the version of callgrind",
             path.display()
         )));
@@ -146,6 +147,7 @@ fn count(program: &Path, handlers: &str, messages: u64) -> Result<Cost, Error> {
     Ok(cost)
 }
 
+/// The file that callgrind writes.
 fn output(handlers: &str, messages: u64) -> PathBuf {
     setup::target_directory()
         .join("instructions")
@@ -163,7 +165,7 @@ fn read(recorded: &str, handlers: &str) -> Option<f64> {
         .find_map(|line| line.strip_prefix(handlers)?.trim().parse().ok())
 }
 
-/// The instructions and allocator calls of a whole run.
+/// The instructions and allocator calls of a whole run, from callgrind's output.
 fn total(callgrind: &str) -> Cost {
     let mut names: HashMap<&str, &str> = HashMap::new();
     let mut called = "";

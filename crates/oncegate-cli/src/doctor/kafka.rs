@@ -46,7 +46,7 @@ impl TopicSettings {
 pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     if let Err(error) = config.check_source(oncegate_config::Broker::Kafka) {
         // Tools need no group.
-        let is_refused = config.has("kafka.group") || !error.to_string().starts_with("kafka.group");
+        let is_refused = config.has("kafka.group") || !error.to_string().starts_with("kafka.group:");
         if is_refused {
             findings.refused_settings("[kafka]", &error);
             return Ok(());

@@ -36,12 +36,13 @@ const REQUIRED: [(Fault, &str); 4] = [
     (Fault::ReplyToClaim, "lost_replies"),
 ];
 
-/// The planned faults and those that have occurred.
+/// The planned faults, those that have occurred, and the runs of the handler.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     state: Mutex<FaultState>,
-    /// Notified when a consumer must crash.
+    /// Notified when a crash of the consumer has started.
     crashes: Notify,
+    /// Notified when the future of a run or a `reconcile` has ended or was dropped.
     run_ended: Notify,
 }
 
@@ -49,10 +50,11 @@ pub(super) struct Faults {
 struct FaultState {
     planned: [u32; FAULT_COUNT],
     occurred: [u32; FAULT_COUNT],
-    /// A consumer is crashing: none of its handlers may start.
+    /// Whether the consumer crashes: none of its handlers may start.
     crashing: bool,
+    /// The number of futures of runs and of `reconcile` that exist.
     running: usize,
-    /// The number of crashed consumers.
+    /// The number of consumers that have crashed.
     generation: u32,
     runs: Vec<Run>,
     reconciles: Vec<Reconcile>,
@@ -63,7 +65,7 @@ impl Faults {
         self.lock().planned[fault as usize] = times;
     }
 
-    /// Whether the reply to a request to the store is lost.
+    /// Whether the reply to a request with these operations is lost. Uses up a planned fault if so.
     pub(super) fn reply_fault(&self, operations: &[Operation]) -> ReplyFault {
         let mut state = self.lock();
         let contains = |ask: Ask| operations.iter().any(|operation| operation.ask == ask);
@@ -78,8 +80,8 @@ impl Faults {
         }
     }
 
-    /// Waits until the consumer must crash.
-    pub(super) async fn crash(&self) {
+    /// Waits until a crash of the consumer has started.
+    pub(super) async fn crash_started(&self) {
         self.crashes.notified().await;
     }
 
@@ -107,7 +109,12 @@ impl Faults {
 
     /// Records the start of a handler and returns its index in the runs; `None` if its consumer has
     /// crashed.
-    pub(super) fn run_starts(&self, generation: u32, id: &str, attempt: u32) -> Option<usize> {
+    pub(super) fn record_run_start(
+        &self,
+        generation: u32,
+        id: &str,
+        attempt: u32,
+    ) -> Option<usize> {
         let mut state = self.lock();
         if state.crashing || state.generation != generation {
             return None;
@@ -122,7 +129,7 @@ impl Faults {
     }
 
     /// Records the start of `reconcile` and returns its index; `None` if its consumer has crashed.
-    pub(super) fn reconcile_starts(
+    pub(super) fn record_reconcile_start(
         &self,
         generation: u32,
         id: &str,
@@ -144,30 +151,34 @@ impl Faults {
     }
 
     /// Records the result of `reconcile`.
-    pub(super) fn reconcile_ends(&self, reconcile: usize, result: &Result<Reconciled, Failure>) {
+    pub(super) fn record_reconcile_result(
+        &self,
+        reconcile: usize,
+        result: &Result<Reconciled, Failure>,
+    ) {
         let result = result.as_ref().copied().map_err(ToString::to_string);
         self.lock().reconciles[reconcile].result = Some(result);
     }
 
     /// Records the result of a run.
-    pub(super) fn run_returned(&self, run: usize, result: HandlerResult) {
+    pub(super) fn record_run_result(&self, run: usize, result: HandlerResult) {
         self.lock().runs[run].result = result;
     }
 
     /// Records that the future of a run or a `reconcile` has ended or was dropped.
-    pub(super) fn future_ended(&self) {
+    pub(super) fn record_future_end(&self) {
         self.lock().running -= 1;
         self.run_ended.notify_waiters();
     }
 
-    /// Whether the consumer crashes at this point.
+    /// Whether the consumer crashes at this point. Starts the crash if so.
     pub(super) fn crashes_here(&self, fault: Fault) -> bool {
         let mut state = self.lock();
         let crashes_here = !state.crashing && state.use_up(fault);
         self.crash_if(&mut state, crashes_here)
     }
 
-    /// Whether the consumer crashes at the `waits`-th wait of a handler.
+    /// Whether the consumer crashes at the `waits`-th wait of a handler. Starts the crash if so.
     pub(super) fn crashes_at_wait(&self, waits: u32) -> bool {
         let mut state = self.lock();
         let crashes_here = !state.crashing

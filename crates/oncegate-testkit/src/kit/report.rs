@@ -109,7 +109,7 @@ impl Report {
     /// id.
     ///
     /// # Panics
-    /// If an id has more: the handler is not safe under the second run that this guarantee allows.
+    /// If an id has more: the handler is not idempotent, and the guarantee allows a second run.
     pub fn assert_none_twice(&self, effects: impl Fn(&str) -> usize) -> &Self {
         for id in &self.ids {
             let count = effects(id);
@@ -129,9 +129,9 @@ impl Report {
     /// If an id has neither: it was accepted, and its effect never happened.
     pub fn assert_none_lost(&self, effects: impl Fn(&str) -> usize) -> &Self {
         for id in &self.ids {
-            let known = effects(id) > 0 || self.rejected_ids.contains(id);
+            let is_accounted_for = effects(id) > 0 || self.rejected_ids.contains(id);
             assert!(
-                known,
+                is_accounted_for,
                 "`{id}` was accepted, and its effect never happened. Its runs: {}",
                 self.events_of(id)
             );

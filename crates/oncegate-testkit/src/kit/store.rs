@@ -7,9 +7,8 @@ use std::time::Duration;
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 use oncegate_core::{IdSource, Key, MemoryBroker, Store, StoreError, async_trait};
 
-/// [`marker::apply`] on a map without a clock: the age of a marker is 0 while its holder lives, and
-/// longer than any lease after that consumer has crashed, or has sent the message to the in-doubt
-/// queue.
+/// [`marker::apply`] on a map without a clock: the age of a marker is 0 until the consumer that
+/// wrote it crashes or sends the message to the in-doubt queue, and then longer than any lease.
 #[derive(Clone)]
 pub(super) struct KitStore {
     rows: Arc<Mutex<HashMap<Key, MarkerRow>>>,
@@ -22,9 +21,9 @@ pub(super) struct KitStore {
 #[derive(Clone, Copy)]
 struct MarkerRow {
     marker: Marker,
-    /// The number of the consumer that wrote it.
+    /// The generation of the consumer that wrote the marker.
     generation: u32,
-    /// The number of in-doubt messages of this id when it was written.
+    /// The number of in-doubt messages of this id when the marker was written.
     in_doubt: usize,
 }
 

@@ -23,7 +23,7 @@ struct RunGuard(Arc<Faults>);
 
 impl Drop for RunGuard {
     fn drop(&mut self) {
-        self.0.future_ended();
+        self.0.record_future_end();
     }
 }
 
@@ -44,7 +44,7 @@ impl<H: Handler> Handler for WatchedHandler<H> {
     async fn handle(&self, payload: H::Payload, cx: &Context) -> Result<(), Failure> {
         let faults = &self.faults;
         // No handler starts after a crash: this future waits until its consumer is dropped.
-        let Some(run) = faults.run_starts(self.generation, cx.id(), cx.attempt()) else {
+        let Some(run) = faults.record_run_start(self.generation, cx.id(), cx.attempt()) else {
             return pending().await;
         };
         let _guard = RunGuard(faults.clone());
@@ -60,7 +60,7 @@ impl<H: Handler> Handler for WatchedHandler<H> {
         let Some(handled) = handled.await else {
             return pending().await;
         };
-        faults.run_returned(
+        faults.record_run_result(
             run,
             if handled.is_ok() {
                 HandlerResult::Succeeded
@@ -75,21 +75,21 @@ impl<H: Handler> Handler for WatchedHandler<H> {
     }
 
     async fn reconcile(&self, payload: H::Payload, cx: &Context) -> Result<Reconciled, Failure> {
-        let Some(index) = self
-            .faults
-            .reconcile_starts(self.generation, cx.id(), cx.attempt())
+        let Some(index) =
+            self.faults
+                .record_reconcile_start(self.generation, cx.id(), cx.attempt())
         else {
             return pending().await;
         };
         let _guard = RunGuard(self.faults.clone());
         let result = self.handler.reconcile(payload, cx).await;
-        self.faults.reconcile_ends(index, &result);
+        self.faults.record_reconcile_result(index, &result);
         result
     }
 }
 
-/// Counts how often a future had to wait. Polls without a wake-up do not count, because a future
-/// may be polled spuriously.
+/// Counts how often a future returned `Pending`. Polls without a wake-up do not count, because an
+/// executor may poll a future spuriously.
 struct WaitCounter<F> {
     work: Pin<Box<F>>,
     wakes: Arc<WakeRecorder>,
@@ -114,8 +114,8 @@ impl Wake for WakeRecorder {
 
 impl<F: Future> WaitCounter<F> {
     fn of(work: F) -> Self {
-        // The first poll counts.
         let wakes = Arc::new(WakeRecorder {
+            // The first poll counts, although nothing has woken the task before it.
             woken: AtomicBool::new(true),
             waker: Mutex::new(Waker::noop().clone()),
         });

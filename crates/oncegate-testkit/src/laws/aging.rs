@@ -1,4 +1,5 @@
-//! Random histories of one client, with markers of every age.
+//! Random histories of one client, compared with [`marker::apply`], in which the test changes the
+//! ages of markers.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use oncegate_core::marker::{
 };
 use oncegate_core::{Key, Store};
 
-use super::random::{repeat, seeds};
+use super::random::{repeat_hint, seeds};
 use crate::operations::{SECOND, key, operation};
 
 const KEYS: [&str; 4] = ["a", "b", "scope|c", "h:d"];
@@ -18,10 +19,11 @@ const KEYS: [&str; 4] = ["a", "b", "scope|c", "h:d"];
 const HISTORIES: u64 = 40;
 const STEPS: usize = 120;
 
-/// The distance of every tested age from the end of a lease, so that real time has no influence.
+/// The minimum difference between every tested age and a lease, so that the real time that a
+/// history takes does not change a verdict.
 const MARGIN: Duration = Duration::from_secs(8);
 
-/// A store of which a test can make the markers older, move them to the future, or let them expire.
+/// A store whose markers a test can make older, date into the future, or let expire.
 #[async_trait]
 pub trait AgingStore: Sync {
     /// Two handles to the store, like those of two processes.
@@ -37,12 +39,13 @@ pub trait AgingStore: Sync {
     async fn time_left(&self, key: &Key) -> Option<Duration>;
 }
 
-/// Random histories: the store applies [`marker::apply`] to each marker, also to old and to expired
-/// ones and to those of the future. `make` makes a store for each history.
+/// Checks with random histories that the store gives the verdicts of [`marker::apply`] for each
+/// marker, also for old and expired ones and for those dated into the future. `make` makes a store
+/// for each history. Panics at the first difference.
 pub async fn agrees_with_marker_apply<S: AgingStore>(make: impl AsyncFn() -> S) {
     let mut seen = HashMap::new();
     for seed in seeds(HISTORIES) {
-        history(&make().await, seed, &mut seen).await;
+        check_history(&make().await, seed, &mut seen).await;
     }
     // The histories must reach every verdict.
     for verdict in [
@@ -58,12 +61,12 @@ pub async fn agrees_with_marker_apply<S: AgingStore>(make: impl AsyncFn() -> S) 
     ] {
         assert!(
             seen.get(verdict).is_some_and(|times| *times > 10),
-            "{verdict} hardly ever seen: {seen:?}"
+            "too few operations had the verdict {verdict}: {seen:?}"
         );
     }
 }
 
-async fn history(store: &dyn AgingStore, seed: u64, seen: &mut HashMap<String, u32>) {
+async fn check_history(store: &dyn AgingStore, seed: u64, seen: &mut HashMap<String, u32>) {
     let mut random = Random(fastrand::Rng::with_seed(seed));
     let mut model: HashMap<Key, AgedMarker> = HashMap::new();
     for step in 0..STEPS {
@@ -74,7 +77,7 @@ async fn history(store: &dyn AgingStore, seed: u64, seen: &mut HashMap<String, u
         }
 
         let batch: Vec<Operation> = (0..1 + random.below(5))
-            .map(|_| choose(&mut random, &model))
+            .map(|_| random_operation(&mut random, &model))
             .collect();
         let answers = random.pick(&store.handles()).apply(&batch).await;
         assert_eq!(answers.len(), batch.len());
@@ -86,18 +89,19 @@ async fn history(store: &dyn AgingStore, seed: u64, seen: &mut HashMap<String, u
             let verdict = answer.unwrap_or_else(|error| {
                 panic!(
                     "{} step {step}: {error}; {operation:?} on {before:?}",
-                    repeat(seed)
+                    repeat_hint(seed)
                 )
             });
             assert!(
-                same(verdict, expected),
+                is_same_verdict(verdict, expected),
                 "{} step {step}: {verdict:?}, not {expected:?}: {operation:?} on {before:?}",
-                repeat(seed)
+                repeat_hint(seed)
             );
-            let word = format!("{verdict:?}");
+            let debug_text = format!("{verdict:?}");
             *seen
                 .entry(
-                    word.split([' ', '{', '('])
+                    debug_text
+                        .split([' ', '{', '('])
                         .next()
                         .unwrap_or_default()
                         .to_owned(),
@@ -105,11 +109,11 @@ async fn history(store: &dyn AgingStore, seed: u64, seen: &mut HashMap<String, u
                 .or_default() += 1;
         }
         for (key, entry) in &model {
-            let context = format!("{} step {step} after {batch:?}", repeat(seed));
+            let context = format!("{} step {step} after {batch:?}", repeat_hint(seed));
             assert_eq!(store.look(key).await, entry.marker, "{context}");
             let left = store.time_left(key).await;
             assert!(
-                near(left, entry.left()),
+                is_nearly_equal(left, entry.left()),
                 "{context}: {left:?} left, not {:?}",
                 entry.left()
             );
@@ -117,10 +121,11 @@ async fn history(store: &dyn AgingStore, seed: u64, seen: &mut HashMap<String, u
     }
 }
 
-/// The model of one row: its marker and its remaining expiry.
+/// The expected marker of one key.
 #[derive(Clone, Copy, Debug)]
 struct AgedMarker {
     marker: Marker,
+    /// The time to live at the moment `since`.
     expiry: Duration,
     since: Instant,
 }
@@ -163,8 +168,8 @@ impl AgedMarker {
         }
     }
 
-    /// Sometimes makes the marker older, moves it to the future, or lets it expire. Returns the time
-    /// that is left then.
+    /// With a probability of 0.7 makes the marker older, dates it into the future, or lets it
+    /// expire. Returns its new time to live; `None` if the marker is unchanged.
     fn age_at_random(&mut self, random: &mut Random) -> Option<Duration> {
         let horizon = match self.marker {
             Marker::Absent => return None,
@@ -184,7 +189,7 @@ impl AgedMarker {
             _ => return None,
         };
         if expiry.is_zero() {
-            *self = Self::default(); // the row stays until it is swept, and counts as absent
+            *self = Self::default(); // the store may delete an expired row later; it counts as absent
         } else {
             (self.expiry, self.since) = (expiry, Instant::now());
         }
@@ -192,8 +197,8 @@ impl AgedMarker {
     }
 }
 
-/// An operation that probably matches the current marker.
-fn choose(random: &mut Random, model: &HashMap<Key, AgedMarker>) -> Operation {
+/// A random operation, usually with the token and attempt of the current marker.
+fn random_operation(random: &mut Random, model: &HashMap<Key, AgedMarker>) -> Operation {
     let id = random.pick(&KEYS);
     let marker = model
         .get(&key(id))
@@ -205,7 +210,7 @@ fn choose(random: &mut Random, model: &HashMap<Key, AgedMarker>) -> Operation {
             Guarantee::EffectivelyOnce,
             Guarantee::EffectivelyOnce,
         ]),
-        // Between the tested ages, a margin away from each.
+        // Each lease lies between two tested ages and differs from both by at least `MARGIN`.
         lease: random.pick(&[24 * SECOND, 48 * SECOND]),
         window: random.pick(&[300 * SECOND, 600 * SECOND]),
         fingerprint: random.pick(&[
@@ -252,7 +257,7 @@ fn choose(random: &mut Random, model: &HashMap<Key, AgedMarker>) -> Operation {
             },
         },
     };
-    let (holder, at) = match marker {
+    let (holder, holder_attempt) = match marker {
         Marker::InProgress(hold) | Marker::InDoubt(hold, _) => (hold.token.0, hold.attempts.number),
         Marker::Cleared { attempts, .. } => (u128::MAX - random.below(4) as u128, attempts.number),
         _ => (u128::MAX - random.below(4) as u128, 1),
@@ -264,8 +269,8 @@ fn choose(random: &mut Random, model: &HashMap<Key, AgedMarker>) -> Operation {
     };
     let attempt = match random.below(16) {
         0 => u32::MAX,
-        1 | 2 => at.saturating_add(1),
-        _ => at,
+        1 | 2 => holder_attempt.saturating_add(1),
+        _ => holder_attempt,
     };
     operation(id, ask, token, attempt, terms)
 }
@@ -283,7 +288,7 @@ impl Random {
     }
 }
 
-fn same(one: Verdict, other: Verdict) -> bool {
+fn is_same_verdict(one: Verdict, other: Verdict) -> bool {
     match (one, other) {
         (Verdict::Busy { remaining: one }, Verdict::Busy { remaining: other }) => {
             one.abs_diff(other) < MARGIN / 2
@@ -292,7 +297,7 @@ fn same(one: Verdict, other: Verdict) -> bool {
     }
 }
 
-fn near(one: Option<Duration>, other: Option<Duration>) -> bool {
+fn is_nearly_equal(one: Option<Duration>, other: Option<Duration>) -> bool {
     match (one, other) {
         (Some(one), Some(other)) => one.abs_diff(other) < MARGIN / 2,
         (one, other) => one == other,

@@ -10,42 +10,44 @@ use oncegate_core::{Key, MessageId, Store, StoreError};
 
 pub(crate) const AT_MOST_ONCE: Guarantee = Guarantee::AtMostOnce;
 pub(crate) const EFFECTIVELY_ONCE: Guarantee = Guarantee::EffectivelyOnce;
-pub(crate) const BOTH: [Guarantee; 2] = [AT_MOST_ONCE, EFFECTIVELY_ONCE];
+pub(crate) const BOTH_GUARANTEES: [Guarantee; 2] = [AT_MOST_ONCE, EFFECTIVELY_ONCE];
 
 /// A lease that does not expire during a law.
-pub(crate) const LONG: Duration = Duration::from_secs(300);
+pub(crate) const LONG_LEASE: Duration = Duration::from_secs(300);
 /// A lease whose expiry a law waits for.
-pub(crate) const SHORT: Duration = Duration::from_millis(60);
+pub(crate) const SHORT_LEASE: Duration = Duration::from_millis(60);
 /// A window that does not expire during a law.
 pub(crate) const WINDOW: Duration = Duration::from_secs(3600);
-/// The allowed difference between the clocks of store and client, including late timers.
-pub(crate) const SLACK: Duration = Duration::from_millis(10);
+/// The tolerated difference between the clocks of store and client, including late timers.
+pub(crate) const CLOCK_TOLERANCE: Duration = Duration::from_millis(10);
 
 /// The token of the tested claim.
 pub(crate) const OWN_TOKEN: Token = Token(1);
 /// The token of another claim.
 pub(crate) const OTHER_TOKEN: Token = Token(2);
 
+/// The verdict of a completion by the holder.
 pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };
+/// The verdict of a completion that finds no marker.
 pub(crate) const DONE_WITH_LOST_MARKER: Verdict = Verdict::Done { marker_lost: true };
 
 pub(crate) const fn granted(attempt: u32) -> Verdict {
     Verdict::Granted(Attempts::new(attempt))
 }
 
-/// A claim has taken over the doubt of a first attempt.
+/// The attempts after a claim has taken over the doubt of a first attempt.
 pub(crate) const DOUBTED_ONCE: Attempts = Attempts {
     number: 2,
     base: 1,
     crashes: 0,
 };
-/// The lease of a first attempt expired, and a claim found it in doubt.
+/// The attempts after the lease of a first attempt expired and a claim received `InDoubt`.
 pub(crate) const CRASHED_ONCE: Attempts = Attempts {
     number: 2,
     base: 2,
     crashes: 1,
 };
-/// The lease of a first attempt expired, and a claim was granted.
+/// The attempts after the lease of a first attempt expired and a claim received `Granted`.
 pub(crate) const TAKEN_OVER: Attempts = Attempts {
     number: 2,
     base: 1,
@@ -59,14 +61,14 @@ pub(crate) fn key(id: impl AsRef<[u8]>) -> Key {
 pub(crate) fn terms(guarantee: Guarantee) -> Terms {
     Terms {
         guarantee,
-        lease: LONG,
+        lease: LONG_LEASE,
         window: WINDOW,
         fingerprint: None,
     }
 }
 
-/// A fingerprint of a body.
-pub(crate) fn body(number: u64) -> Option<Fingerprint> {
+/// The fingerprint of a body; different numbers stand for different bodies.
+pub(crate) fn fingerprint(number: u64) -> Option<Fingerprint> {
     Some(Fingerprint::new(number))
 }
 
@@ -97,8 +99,8 @@ impl Claimant {
         self
     }
 
-    pub(crate) fn body(mut self, body: Option<Fingerprint>) -> Self {
-        self.terms.fingerprint = body;
+    pub(crate) fn fingerprint(mut self, fingerprint: Option<Fingerprint>) -> Self {
+        self.terms.fingerprint = fingerprint;
         self
     }
 
@@ -118,7 +120,7 @@ impl Claimant {
     }
 }
 
-/// The hold of a claim with the default terms.
+/// The hold of a claim with [`terms`].
 pub(crate) fn hold(
     guarantee: Guarantee,
     token: Token,
@@ -134,7 +136,7 @@ pub(crate) fn hold(
         token,
         attempts,
         earlier,
-        lease: LONG,
+        lease: LONG_LEASE,
         horizon,
         guarantee,
         fingerprint: None,
@@ -198,18 +200,18 @@ pub(crate) fn hold_of(marker: &mut Marker) -> Option<&mut Hold> {
     }
 }
 
-/// The same marker with a lease whose expiry a law waits for.
+/// The same marker with the lease [`SHORT_LEASE`], whose expiry a law waits for.
 pub(crate) fn with_expired_lease(mut marker: Marker) -> Marker {
     if let Some(hold) = hold_of(&mut marker) {
-        hold.lease = SHORT;
+        hold.lease = SHORT_LEASE;
     }
     marker
 }
 
 /// The same marker with a fingerprint.
-pub(crate) fn with_body(mut marker: Marker, body: Option<Fingerprint>) -> Marker {
+pub(crate) fn with_fingerprint(mut marker: Marker, fingerprint: Option<Fingerprint>) -> Marker {
     if let Some(hold) = hold_of(&mut marker) {
-        hold.fingerprint = body;
+        hold.fingerprint = fingerprint;
     }
     marker
 }

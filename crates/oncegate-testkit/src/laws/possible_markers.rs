@@ -1,15 +1,15 @@
 //! The markers that a key may have, given the verdicts that clients have received.
 //!
 //! An operation is applied at some moment between its request and its reply, by the store's clock.
-//! Usually that leaves one possibility; near the end of a lease or a window there are two, and the
-//! verdict decides. So laws need no safety margins, and do not fail on a slow machine.
+//! Usually one marker is possible; near the end of a lease or a window two are, and the verdict
+//! decides which. So laws need no safety margins, and do not fail on a slow machine.
 
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 use oncegate_core::{Store, StoreError};
 
-use super::fixtures::{SLACK, answers};
+use super::fixtures::{CLOCK_TOLERANCE, answers};
 
 /// A time interval, for example between a request and its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,8 +33,9 @@ pub(crate) async fn timed_answers(
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PossibleEntry {
     pub(crate) marker: Marker,
+    /// When the marker was written.
     written: Span,
-    /// The time to live after it was written. Unused if the marker is absent.
+    /// The time to live after the marker was written. Unused if the marker is absent.
     expiry: Duration,
 }
 
@@ -47,10 +48,12 @@ impl PossibleEntry {
         }
     }
 
-    /// The possible markers after an operation with this verdict; empty if that is impossible. `None`
-    /// allows every verdict, because the reply was lost. It took effect within the span `during`; the
-    /// time from which its marker expires is within `requested`, the span from its request to its
-    /// reply. A database may take the time first, and commit later.
+    /// The possible markers after an operation with this verdict; empty if the verdict is
+    /// impossible. `received` is `None` if the reply was lost; then every verdict is possible.
+    ///
+    /// The operation took effect within the span `during`. The time from which its marker expires
+    /// is within `requested`, the span from its request to its reply, because a database may read
+    /// the clock first and commit later.
     pub(crate) fn after(
         &self,
         operation: &Operation,
@@ -61,7 +64,8 @@ impl PossibleEntry {
         let mut possible = Vec::with_capacity(2);
         for (marker, youngest, oldest) in self.ages(during) {
             let apply_at = |age| marker::apply(marker, Age::Of(age), operation);
-            let ((young, most), (old, least)) = (apply_at(youngest), apply_at(oldest));
+            let (of_youngest, of_oldest) = (apply_at(youngest), apply_at(oldest));
+            let (most, least) = (of_youngest.1, of_oldest.1);
             let fits = |verdict: Verdict| match (received, verdict) {
                 (None, _) => true,
                 // The remaining time lies between those of the two ages.
@@ -73,12 +77,12 @@ impl PossibleEntry {
                             Duration::ZERO
                         }
                     };
-                    remaining <= remaining_of(most) + SLACK
-                        && remaining + SLACK >= remaining_of(least)
+                    remaining <= remaining_of(most) + CLOCK_TOLERANCE
+                        && remaining + CLOCK_TOLERANCE >= remaining_of(least)
                 }
                 (Some(received), verdict) => received == verdict,
             };
-            for (change, _) in [(young, most), (old, least)]
+            for (change, _) in [of_youngest, of_oldest]
                 .into_iter()
                 .filter(|(_, verdict)| fits(*verdict))
             {
@@ -105,8 +109,8 @@ impl PossibleEntry {
         let youngest = during
             .from
             .saturating_duration_since(self.written.to)
-            .saturating_sub(SLACK);
-        let oldest = during.to.saturating_duration_since(self.written.from) + SLACK;
+            .saturating_sub(CLOCK_TOLERANCE);
+        let oldest = during.to.saturating_duration_since(self.written.from) + CLOCK_TOLERANCE;
         let alive = youngest < self.expiry || self.marker == Marker::Absent;
         let expired = oldest >= self.expiry && self.marker != Marker::Absent;
         let existing = alive.then_some((self.marker, youngest, oldest.min(self.expiry)));
@@ -122,7 +126,7 @@ impl PossibleEntry {
 #[derive(Clone, Debug)]
 pub(crate) struct PossibleMarkers(Vec<PossibleEntry>);
 
-/// A verdict that none of the possible markers gives.
+/// A verdict that [`marker::apply`] gives for none of the possible markers.
 #[derive(Clone, Debug)]
 pub(crate) struct UnexpectedVerdict {
     pub(crate) received: Verdict,
@@ -142,10 +146,11 @@ impl PossibleMarkers {
         self.0.last().map_or(Marker::Absent, |entry| entry.marker)
     }
 
-    /// Updates the possible markers by a verdict.
+    /// Updates the possible markers after an operation with this verdict.
     ///
     /// # Errors
-    /// [`UnexpectedVerdict`] if the reference cannot give this verdict.
+    /// [`UnexpectedVerdict`] if [`marker::apply`] gives the verdict for none of the possible
+    /// markers.
     pub(crate) fn observe(
         &mut self,
         operation: &Operation,

@@ -1,16 +1,17 @@
-//! Seeds: printed, and read from the environment to repeat a run.
+//! The seeds of random histories. They are printed, and can be set by an environment variable to
+//! repeat a run.
 
 use std::time::Duration;
 
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-/// The variable that repeats a run: the seed that the run printed.
+/// The environment variable for the first seed: set it to a printed seed to repeat that run.
 const SEED: &str = "ONCEGATE_LAWS_SEED";
-/// The variable that sets the number of random histories.
+/// The environment variable for the number of random histories.
 const HISTORIES: &str = "ONCEGATE_LAWS_HISTORIES";
 
-/// The seeds of a run, one for each history. They are printed, so the output of a failed law shows
-/// them.
+/// The seeds of a run, one for each history. Prints the first seed, so that the output of a failed
+/// law contains it.
 pub(crate) fn seeds(histories: u64) -> impl Iterator<Item = u64> {
     let first = number(SEED).unwrap_or_else(|| fastrand::u64(..=u64::MAX >> 16));
     let histories = number(HISTORIES).unwrap_or(histories);
@@ -20,19 +21,21 @@ pub(crate) fn seeds(histories: u64) -> impl Iterator<Item = u64> {
     (0..histories).map(move |it| first.wrapping_add(it))
 }
 
-/// The additional time limit for the number of histories in the environment: one second for each.
+/// How much longer a law may take if the environment sets the number of histories: one second for
+/// each.
 pub(crate) fn extra_time() -> Duration {
     Duration::from_secs(number(HISTORIES).unwrap_or(0))
 }
 
 fn number(variable: &str) -> Option<u64> {
-    std::env::var(variable)
-        .ok()
-        .map(|text| text.parse().expect("a whole number in the environment"))
+    std::env::var(variable).ok().map(|text| {
+        text.parse()
+            .expect("the environment variable is a whole number")
+    })
 }
 
-/// How to repeat a history that violated a law.
-pub(crate) fn repeat(seed: u64) -> String {
+/// The text that says how to repeat a history that violated a law.
+pub(crate) fn repeat_hint(seed: u64) -> String {
     format!("seed {seed}; {SEED}={seed} {HISTORIES}=1 repeats it")
 }
 

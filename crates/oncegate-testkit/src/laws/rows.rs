@@ -7,19 +7,24 @@ use oncegate_core::marker::{
 use oncegate_core::{Key, Store};
 
 use super::fixtures::{
-    AT_MOST_ONCE, Claimant, DONE_WITH_LOST_MARKER, EFFECTIVELY_ONCE, LONG, SHORT, SLACK, granted,
-    hold, key, terms, verdicts,
+    AT_MOST_ONCE, CLOCK_TOLERANCE, Claimant, DONE_WITH_LOST_MARKER, EFFECTIVELY_ONCE, LONG_LEASE,
+    SHORT_LEASE, granted, hold, key, terms, verdicts,
 };
 
-/// One row. If the given marker has the lease [`SHORT`], the operation is sent after its expiry.
+/// One row. If the given marker has the lease [`SHORT_LEASE`], the operation is sent after its
+/// expiry.
 #[derive(Clone, Debug)]
-pub(crate) struct Row {
-    /// The name in the table.
+pub(crate) struct OperationRow {
+    /// The name that a failure prints.
     pub(crate) name: &'static str,
+    /// The marker before the operation.
     pub(crate) given: Marker,
+    /// The sender of the operation.
     pub(crate) claimant: Claimant,
     pub(crate) ask: Ask,
+    /// The expected verdict.
     pub(crate) verdict: Verdict,
+    /// The expected marker after the operation.
     pub(crate) becomes: Marker,
 }
 
@@ -30,8 +35,8 @@ pub(crate) fn row(
     (claimant, ask): (Claimant, Ask),
     verdict: Verdict,
     becomes: Marker,
-) -> Row {
-    Row {
+) -> OperationRow {
+    OperationRow {
         name,
         given,
         claimant,
@@ -45,17 +50,18 @@ pub(crate) fn row(
 type ExpectedVerdict = (Operation, Verdict);
 
 /// The operations of one step of a row on a key.
-type StepOperations = fn(&Row, &Key) -> Vec<ExpectedVerdict>;
+type StepOperations = fn(&OperationRow, &Key) -> Vec<ExpectedVerdict>;
 
-/// The tokens of the operations before and after the tested one.
+/// The token of the operations that write the given marker.
 const SETUP: Token = Token(u128::MAX);
+/// The token of the operations that read the resulting marker.
 const PROBE: Token = Token(u128::MAX - 1);
 
 /// The approximate maximum number of rows of a law that are also tested one by one.
 const MAX_SINGLE_ROWS: usize = 30;
 
 /// Tests the rows: all together, with one batch for each step, and some of them one by one.
-pub(crate) async fn check_rows(store: &dyn Store, rows: &[Row]) {
+pub(crate) async fn check_rows(store: &dyn Store, rows: &[OperationRow]) {
     let stride = rows.len().div_ceil(MAX_SINGLE_ROWS);
     let operations =
         |prefix: &str, stride: usize, of: StepOperations| -> Vec<(String, Vec<ExpectedVerdict>)> {
@@ -75,8 +81,8 @@ pub(crate) async fn check_rows(store: &dyn Store, rows: &[Row]) {
         }),
     ];
     for (step, of) in steps {
-        if step == "the operation" && rows.iter().any(Row::waits_for_expiry) {
-            tokio::time::sleep(SHORT + SLACK).await;
+        if step == "the operation" && rows.iter().any(OperationRow::waits_for_expiry) {
+            tokio::time::sleep(SHORT_LEASE + CLOCK_TOLERANCE).await;
         }
         check_batch(store, step, &operations("together", 1, of)).await;
         for one in operations("alone", stride, of) {
@@ -115,13 +121,13 @@ pub(crate) fn matches_expected(received: Verdict, expected: Verdict) -> bool {
     }
 }
 
-impl Row {
+impl OperationRow {
     fn waits_for_expiry(&self) -> bool {
-        matches!(self.given, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.lease == SHORT)
+        matches!(self.given, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.lease == SHORT_LEASE)
     }
 }
 
-impl std::fmt::Display for Row {
+impl std::fmt::Display for OperationRow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self {
             name,
@@ -147,7 +153,8 @@ fn claimant_of(hold: &Hold) -> Claimant {
         horizon,
         ..
     } = *hold;
-    // In at most once an unresolved marker is kept for its horizon, whatever the window.
+    // In at most once the expiry of an unresolved marker (its horizon) does not depend on the
+    // window.
     let window = if guarantee == AT_MOST_ONCE {
         terms(guarantee).window
     } else {
@@ -165,8 +172,8 @@ fn claimant_of(hold: &Hold) -> Claimant {
     }
 }
 
-/// The operations that turn an absent marker into this one, with their verdicts. A crash cannot be
-/// produced this way, because a lease has to expire for it.
+/// The operations that turn an absent marker into this one, with their verdicts. They cannot
+/// produce a marker that counts a crash, because a lease has to expire for that.
 pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdict> {
     let setup_claimant = |attempt| Claimant::new(AT_MOST_ONCE, SETUP, attempt);
     match *marker {
@@ -201,7 +208,7 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
             let mut setup = setup_cleared(key, Attempts::none_counted(base - 1), Effect::Nothing);
             setup.push((
                 setup_claimant(number - 1)
-                    .body(hold.fingerprint)
+                    .fingerprint(hold.fingerprint)
                     .operation(Ask::Doubt, key),
                 Verdict::Applied,
             ));
@@ -222,7 +229,7 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
             let hold = hold(AT_MOST_ONCE, SETUP, Attempts::new(attempt), Effect::Nothing);
             let mut setup = setup_before_claim(key, &hold);
             setup.push((
-                setup_claimant(0).body(fingerprint).claim(key),
+                setup_claimant(0).fingerprint(fingerprint).claim(key),
                 granted(attempt),
             ));
             setup.push((
@@ -231,8 +238,10 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
             ));
             setup
         }
-        Marker::Done(body) => vec![(
-            setup_claimant(1).body(body).operation(Ask::Complete, key),
+        Marker::Done(fingerprint) => vec![(
+            setup_claimant(1)
+                .fingerprint(fingerprint)
+                .operation(Ask::Complete, key),
             DONE_WITH_LOST_MARKER,
         )],
     }
@@ -302,10 +311,10 @@ fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<ExpectedV
     }
 }
 
-/// Operations whose verdicts identify the marker with all its fields except its age. Afterwards the
-/// key is absent, or freed or claimed by `PROBE`.
+/// Operations whose verdicts identify the marker with all its fields except its age. They change
+/// the marker: afterwards it is absent, redriven, or claimed by `PROBE`.
 pub(crate) fn probe_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdict> {
-    let probe = Claimant::new(EFFECTIVELY_ONCE, PROBE, 0).lease(LONG);
+    let probe = Claimant::new(EFFECTIVELY_ONCE, PROBE, 0).lease(LONG_LEASE);
     let redrive = |seen| {
         probe.operation(
             Ask::Redrive {
@@ -317,8 +326,8 @@ pub(crate) fn probe_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
     };
     match *marker {
         Marker::Absent => vec![(probe.claim(key), granted(1))],
-        // A marker in progress cannot be sent back. Its holder doubts it first, which keeps all
-        // fields; the doubt can be sent back.
+        // `Redrive` refuses a marker in progress whose lease is valid. `Doubt` by its holder keeps
+        // all fields, and `Redrive` accepts the doubt.
         Marker::InProgress(hold) => vec![
             (
                 redrive(Marker::InDoubt(hold, Doubt::Waiting)),

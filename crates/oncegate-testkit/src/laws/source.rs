@@ -19,16 +19,17 @@ use std::time::Duration;
 
 use oncegate_core::{Message, Source, async_trait};
 
-/// A queue or a topic for one law only: what a test needs besides the [`Source`].
+/// A queue or topic that only one law uses, and the client that publishes to it.
 ///
-/// It has at most one partition, so messages are delivered in the order of publication. The queue
-/// or its server is removed after the test.
+/// A topic has one partition, so messages are delivered in the order of publication. The test
+/// removes the queue or its server afterwards.
 #[async_trait]
 pub trait TestQueue: Send + Sync {
-    /// The source that it opens.
+    /// The source under test.
     type Source: Source + 'static;
 
-    /// A new consumer of the queue, in the same group. The laws open one at a time.
+    /// Opens a new source for the queue, on Kafka in the same group each time. The laws open one at
+    /// a time.
     async fn source(&self) -> Self::Source;
 
     /// Publishes a message at the end and waits for the broker's confirmation: body, headers and,

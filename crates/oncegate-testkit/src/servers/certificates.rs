@@ -1,4 +1,4 @@
-//! Certificates for servers with TLS, made by `openssl` in the server's directory.
+//! Certificates for servers with TLS, which `openssl` makes in the server's directory.
 
 use std::path::Path;
 use std::process::Command;
@@ -6,19 +6,20 @@ use std::process::Command;
 use super::ServerError;
 use super::server::{run_program, write};
 
-/// The certificate of the authority.
+/// The file with the certificate of the authority (CA).
 pub(crate) const AUTHORITY: &str = "authority.crt";
-/// The server's certificate.
+/// The file with the server's certificate.
 pub(crate) const CERTIFICATE: &str = "server.crt";
-/// The server's key.
+/// The file with the server's key.
 pub(crate) const KEY: &str = "server.key";
-/// A client's certificate.
+/// The file with a client's certificate.
 pub(crate) const CLIENT_CERTIFICATE: &str = "client.crt";
-/// A client's key.
+/// The file with that client's key.
 pub(crate) const CLIENT_KEY: &str = "client.key";
 
 const ADVICE: &str = "install openssl";
-const CURVE: [&str; 5] = [
+/// The arguments that make a new key without a passphrase.
+const NEW_KEY: [&str; 5] = [
     "-newkey",
     "ec",
     "-pkeyopt",
@@ -26,13 +27,14 @@ const CURVE: [&str; 5] = [
     "-nodes",
 ];
 
-/// The extensions of the server's and the client's certificate: without them `openssl` makes
-/// certificates of authorities, which TLS libraries refuse for servers and clients.
-const SERVER: &str = "subjectAltName=DNS:localhost,IP:127.0.0.1\nbasicConstraints=critical,CA:FALSE\nextendedKeyUsage=serverAuth\n";
-const CLIENT: &str = "basicConstraints=critical,CA:FALSE\nextendedKeyUsage=clientAuth\n";
+/// The extensions of the server's certificate. Without extensions `openssl` makes CA certificates,
+/// which TLS libraries refuse for servers and clients.
+const SERVER_EXTENSIONS: &str = "subjectAltName=DNS:localhost,IP:127.0.0.1\nbasicConstraints=critical,CA:FALSE\nextendedKeyUsage=serverAuth\n";
+/// The extensions of the client's certificate.
+const CLIENT_EXTENSIONS: &str = "basicConstraints=critical,CA:FALSE\nextendedKeyUsage=clientAuth\n";
 
-/// Makes an authority, and a certificate for `localhost` and 127.0.0.1 signed by it, valid for a
-/// day.
+/// Makes an authority, and a certificate for `localhost` and 127.0.0.1 that the authority signs.
+/// Both are valid for a day.
 pub(crate) fn make(server: &'static str, directory: &Path) -> Result<(), ServerError> {
     let authority = [
         "-x509",
@@ -45,8 +47,20 @@ pub(crate) fn make(server: &'static str, directory: &Path) -> Result<(), ServerE
         "-out",
         AUTHORITY,
     ];
-    openssl(server, directory, "req", &[&CURVE[..], &authority].concat())?;
-    sign(server, directory, "/CN=localhost", SERVER, CERTIFICATE, KEY)
+    openssl(
+        server,
+        directory,
+        "req",
+        &[&NEW_KEY[..], &authority].concat(),
+    )?;
+    sign(
+        server,
+        directory,
+        "/CN=localhost",
+        SERVER_EXTENSIONS,
+        CERTIFICATE,
+        KEY,
+    )
 }
 
 /// Makes a client's certificate, signed by the authority that [`make`] made.
@@ -55,7 +69,7 @@ pub(crate) fn make_client(server: &'static str, directory: &Path) -> Result<(), 
         server,
         directory,
         "/CN=oncegate test client",
-        CLIENT,
+        CLIENT_EXTENSIONS,
         CLIENT_CERTIFICATE,
         CLIENT_KEY,
     )
@@ -75,7 +89,7 @@ fn sign(
         directory,
         "req",
         &[
-            &CURVE[..],
+            &NEW_KEY[..],
             &["-subj", subject, "-keyout", key, "-out", "request"],
         ]
         .concat(),

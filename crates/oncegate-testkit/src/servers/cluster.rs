@@ -17,13 +17,14 @@ const ADVICE: &str =
 const FORMATION_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Six Redis nodes: three primaries, and a replica of each. Needs `redis-server` and `redis-cli`.
-/// Dropping it stops them.
+/// Dropping the value stops them.
 pub struct ClusterServers {
     nodes: Vec<RedisServer>,
 }
 
 impl ClusterServers {
-    /// Starts them and returns when every node reports `cluster_state:ok`.
+    /// Starts the nodes and returns when every node reports `cluster_state:ok` and every replica is
+    /// connected to its primary.
     ///
     /// # Errors
     /// [`ServerError`] if a node does not start or the cluster does not form.
@@ -35,8 +36,8 @@ impl ClusterServers {
         Self::create(nodes, RedisServer::port, &[])
     }
 
-    /// The same with TLS between the nodes and to clients, and with required client certificates.
-    /// [`nodes`](Self::nodes)`()[0]` has the certificates.
+    /// Like [`start`](Self::start), with TLS between the nodes and to clients, and with required
+    /// client certificates. [`nodes`](Self::nodes)`()[0]` has the certificates.
     ///
     /// # Errors
     /// [`ServerError`] if a node does not start or the cluster does not form.
@@ -68,7 +69,8 @@ impl ClusterServers {
         )
     }
 
-    /// Makes a Cluster of the nodes at these ports.
+    /// Makes a Cluster of these nodes. `port` returns the port at which a node accepts clients, and
+    /// `arguments` are those of `redis-cli` for its connections.
     fn create(
         nodes: Vec<RedisServer>,
         port: impl Fn(&RedisServer) -> u16,
@@ -88,7 +90,7 @@ impl ClusterServers {
             "redis-cli --cluster create",
             ADVICE,
         )?;
-        let nodes_agree = || {
+        let is_formed = || {
             let is_complete = |node: &RedisServer| {
                 node.reply("CLUSTER INFO").is_ok_and(|reply| {
                     reply.contains("cluster_state:ok") && reply.contains("cluster_known_nodes:6")
@@ -108,15 +110,15 @@ impl ClusterServers {
         };
         wait_until(
             NAME,
-            "the nodes to agree",
+            "the nodes to form the cluster",
             FORMATION_TIMEOUT,
             ADVICE,
-            nodes_agree,
+            is_formed,
         )?;
         Ok(Self { nodes })
     }
 
-    /// The nodes' addresses.
+    /// The nodes' URLs.
     pub fn urls(&self) -> Vec<String> {
         self.nodes.iter().map(RedisServer::url).collect()
     }
@@ -126,7 +128,7 @@ impl ClusterServers {
         &self.nodes
     }
 
-    /// One of the nodes, to be stopped, killed or frozen.
+    /// One of the nodes, for stopping, killing or freezing it.
     pub fn node_mut(&mut self, which: usize) -> &mut RedisServer {
         &mut self.nodes[which]
     }
@@ -174,7 +176,7 @@ fn node(options: RedisOptions, bus: u16) -> Result<RedisServer, ServerError> {
     )
 }
 
-/// Whether a range, `first-last` or a single number, contains the slot.
+/// Whether a range of slots, `first-last` or a single number, contains the slot.
 fn within(range: &str, slot: u16) -> bool {
     let (first, last) = range.split_once('-').unwrap_or((range, range));
     matches!((first.parse::<u16>(), last.parse::<u16>()), (Ok(first), Ok(last)) if (first..=last).contains(&slot))

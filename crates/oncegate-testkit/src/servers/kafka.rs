@@ -1,4 +1,4 @@
-//! Kafka.
+//! A Kafka broker as a test server.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
@@ -10,7 +10,7 @@ use super::kafka_distribution::fetch_kafka;
 use super::kafka_listeners::{self, KafkaListener, KafkaUser};
 use super::port::free_ports;
 use super::server::{Server, ServerKind, run_program, temporary_directory, write};
-use super::{ServerError, io};
+use super::{ServerError, io_error};
 
 /// The default cluster id: `oncegate-kafka-1` in base64.
 pub(crate) const CLUSTER_ID: &str = "b25jZWdhdGUta2Fma2EtMQ";
@@ -18,8 +18,8 @@ pub(crate) const CLUSTER_ID: &str = "b25jZWdhdGUta2Fma2EtMQ";
 /// The file with the broker's settings.
 const PROPERTIES: &str = "server.properties";
 
-/// A Kafka broker that is also its controller. Needs `java`, and `mvn` if the broker was not
-/// downloaded yet.
+/// A Kafka broker that is also its controller. Needs `java`, and `mvn` if the broker's jars are not
+/// in the cache.
 pub type KafkaServer = Server<Kafka>;
 
 /// The kind of a [`KafkaServer`].
@@ -28,25 +28,27 @@ pub struct Kafka {
     port: u16,
     /// The listeners with TLS and their ports; empty unless the broker is secured.
     listeners: Vec<(KafkaListener, u16)>,
-    /// The user of the listener with a login.
+    /// The user of [`KafkaListener::Login`].
     user: Option<KafkaUser>,
     class_path: PathBuf,
+    /// The option of `java` for the size of the heap.
     heap: &'static str,
 }
 
-/// The controller quorum: the controller ports of all nodes, and which of them this node is.
+/// The controller quorum of a cluster, as one of its nodes needs it.
 #[derive(Debug, Clone)]
 pub(crate) struct Quorum {
+    /// The controller ports of all nodes.
     pub(crate) controllers: Vec<u16>,
-    /// From 0.
+    /// The index of this node in `controllers`.
     pub(crate) node: usize,
-    /// The same for all nodes.
+    /// The cluster id, the same for all nodes.
     pub(crate) cluster_id: String,
 }
 
 impl KafkaServer {
-    /// Starts a broker and returns when it answers, which takes some seconds. Downloads it first if
-    /// necessary.
+    /// Starts a broker and returns when it answers, which takes some seconds. Downloads the broker
+    /// first if it is not in the cache.
     ///
     /// # Errors
     /// [`ServerError`], with the end of the server's log, if it does not start or cannot be
@@ -55,8 +57,8 @@ impl KafkaServer {
         Self::start_with(CLUSTER_ID, None)
     }
 
-    /// Starts a broker with this cluster id, so that clients can distinguish clusters: an id is 16
-    /// bytes in base64 without padding.
+    /// Starts a broker with this cluster id, by which clients distinguish clusters: 16 bytes in
+    /// base64 without padding.
     ///
     /// # Errors
     /// As [`KafkaServer::start`].
@@ -64,8 +66,8 @@ impl KafkaServer {
         Self::start_with(cluster_id, None)
     }
 
-    /// Starts a broker with every [`KafkaListener`]; the tools of a test use the plain one. Its
-    /// certificate is for `localhost` and 127.0.0.1. Needs `openssl`.
+    /// Starts a broker with every [`KafkaListener`]. [`brokers`](Self::brokers) returns the address
+    /// of the plain one. The certificate is for `localhost` and 127.0.0.1. Needs `openssl`.
     ///
     /// # Errors
     /// As [`KafkaServer::start`], or if no certificate can be made.
@@ -85,7 +87,8 @@ impl KafkaServer {
         )
     }
 
-    /// Starts one node of several, which answers when a majority has started.
+    /// Starts the node of this quorum. With several nodes it answers only after a majority of them
+    /// has started.
     pub(crate) fn start_in(quorum: &Quorum, user: Option<KafkaUser>) -> Result<Self, ServerError> {
         let class_path = fetch_kafka()?.join("*");
         let [port, tls, mutual, login] = free_ports(Kafka::NAME)?;
@@ -121,16 +124,16 @@ impl KafkaServer {
         Self::launch(kafka, directory)
     }
 
-    /// Its address for clients without TLS.
+    /// The broker's address for clients without TLS.
     pub fn brokers(&self) -> String {
         format!("127.0.0.1:{}", self.kind().port)
     }
 
-    /// Its address at a listener.
+    /// The broker's address at a listener.
     ///
     /// # Panics
-    /// If it does not have the listener: [`KafkaServer::start_secured`] starts all, the other
-    /// functions only the plain one.
+    /// If the broker does not have the listener: [`KafkaServer::start_secured`] enables all, the
+    /// other functions only the plain one.
     pub fn brokers_at(&self, listener: KafkaListener) -> String {
         let Kafka {
             port, listeners, ..
@@ -157,7 +160,7 @@ impl KafkaServer {
     pub fn take_port_of(&mut self, other: &Self) -> Result<(), ServerError> {
         let path = self.directory().join(PROPERTIES);
         let written = std::fs::read_to_string(&path)
-            .map_err(|source| io(Kafka::NAME, "read the properties", source))?;
+            .map_err(|source| io_error(Kafka::NAME, "read the properties", source))?;
         let (own, taken) = (self.brokers(), other.brokers());
         write(Kafka::NAME, &path, &written.replace(&own, &taken))?;
         self.kind_mut().port = other.port();
@@ -195,7 +198,7 @@ impl Kafka {
         java
     }
 
-    /// Prepares an empty data directory.
+    /// Formats an empty data directory, with the SCRAM credentials of the user if there is one.
     fn format(&self, directory: &Path, cluster_id: &str) -> Result<(), ServerError> {
         let mut command = self.java();
         command
@@ -233,8 +236,9 @@ impl Kafka {
         }
     }
 
-    /// A node that is broker and controller. Groups form without delay, and sessions may be as
-    /// short as a test needs. Of three nodes one may fail.
+    /// The properties of a node that is broker and controller. Groups form without delay, and the
+    /// minimum session timeouts are short. With three nodes, topics remain writable if one node
+    /// fails.
     fn properties(&self, quorum: &Quorum, directory: &Path) -> String {
         let Quorum {
             controllers, node, ..

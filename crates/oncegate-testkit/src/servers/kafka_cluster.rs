@@ -5,20 +5,20 @@ use super::port::free_ports;
 use super::server::ServerKind;
 use super::{Kafka, KafkaServer, ServerError};
 
-/// Three brokers that are also controllers: topics have three replicas, and one node may fail.
-/// Takes about 900 MB of memory. Dropping it stops them.
+/// Three brokers that are also controllers. Topics have three replicas and remain writable if one
+/// node fails. The brokers need about 900 MB of memory. Dropping the value stops them.
 pub struct KafkaServers {
     nodes: Vec<KafkaServer>,
 }
 
 impl KafkaServers {
-    /// Starts them and returns when each of them answers.
+    /// Starts the brokers and returns when each of them answers.
     ///
     /// # Errors
     /// [`ServerError`] if one does not start.
     pub fn start() -> Result<Self, ServerError> {
         let controllers: [u16; 3] = free_ports(Kafka::NAME)?;
-        // Started in parallel, because a node answers only after a majority has started.
+        // The nodes start in parallel, because a node answers only after a majority has started.
         let nodes = std::thread::scope(|scope| {
             let starting = (0..controllers.len()).map(|node| {
                 let quorum = Quorum {
@@ -40,7 +40,7 @@ impl KafkaServers {
         Ok(Self { nodes })
     }
 
-    /// Their addresses for clients.
+    /// The bootstrap servers: the addresses of all brokers, separated by commas.
     pub fn brokers(&self) -> String {
         self.nodes
             .iter()
@@ -54,7 +54,7 @@ impl KafkaServers {
         self.nodes.len()
     }
 
-    /// One of them, to be stopped, killed or frozen.
+    /// One of the brokers, for stopping, killing or freezing it.
     ///
     /// # Panics
     /// If there is no such node.

@@ -5,14 +5,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::server::{ServerKind, run_program, temporary_directory, write};
-use super::{Kafka, ServerError, ServerSet, io};
+use super::{Kafka, ServerError, ServerSet, io_error};
 
-/// The release of the current [`ServerSet`]. An unknown set is an error of the server that starts.
+/// Kafka's release in the current [`ServerSet`]. If the set is unknown, this returns the default
+/// release: the start of a server reports the error.
 fn version() -> &'static str {
     ServerSet::current().unwrap_or_default().kafka()
 }
 
-/// Whether the broker is in the cache.
+/// Whether the broker's jars are in the cache.
 pub fn kafka_is_fetched() -> bool {
     is_complete(&libraries())
 }
@@ -20,8 +21,8 @@ pub fn kafka_is_fetched() -> bool {
 /// The directory with the broker's jars: `$ONCEGATE_CACHE/kafka-VERSION/libs`, by default in
 /// `~/.cache/oncegate`.
 ///
-/// Contains the jars of MirrorMaker 2, too. Downloads them (54 MB) unless they are complete, which
-/// needs `mvn`. Several processes may call it at once.
+/// It also contains the jars of MirrorMaker 2. If jars are missing, this function downloads all of
+/// them (54 MB), for which it needs `mvn`. Several processes may call it at once.
 ///
 /// # Errors
 /// [`ServerError`] if Maven fails or the cache cannot be written.
@@ -63,8 +64,8 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
     }
 }
 
-/// Installs each jar by renaming a copy; the jar that [`is_complete`] checks comes last, so that
-/// the set is complete if it exists. Keeps existing jars, because a broker may be using them.
+/// Installs each jar by renaming a copy. The jar that [`is_complete`] checks is the last, so if it
+/// exists, all exist. Keeps existing jars, because a broker may be using them.
 fn install(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
     let install_jar = |name: &OsStr| -> std::io::Result<()> {
         if libraries.join(name).is_file() {
@@ -82,7 +83,7 @@ fn install(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
         names.sort_by_key(|name| *name == *last_jar());
         names.iter().try_for_each(|name| install_jar(name))
     };
-    copy().map_err(|source| io(Kafka::NAME, "fill the cache", source))
+    copy().map_err(|source| io_error(Kafka::NAME, "fill the cache", source))
 }
 
 fn libraries() -> PathBuf {
@@ -107,7 +108,7 @@ fn last_jar() -> String {
     format!("connect-mirror-{}.jar", version())
 }
 
-/// Kafka 3 logs by log4j unless its binding is left out.
+/// Excludes the binding of SLF4J to log4j, with which Kafka 3 would not log through `slf4j-simple`.
 const WITHOUT_LOG4J: &str = "<exclusions><exclusion><groupId>org.slf4j</groupId><artifactId>slf4j-reload4j</artifactId></exclusion></exclusions>";
 
 fn pom() -> String {

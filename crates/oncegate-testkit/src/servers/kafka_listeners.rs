@@ -6,7 +6,7 @@ use super::ServerError;
 use super::certificates;
 use super::server::write;
 
-/// The file with the broker's certificate and key, as Kafka expects them.
+/// The file with the broker's key and certificate, the format of Kafka's PEM key store.
 const IDENTITY: &str = "server.pem";
 
 /// A listener of a [`KafkaServer`](super::KafkaServer).
@@ -48,7 +48,7 @@ pub struct KafkaUser {
 }
 
 impl KafkaUser {
-    /// The arguments with which the broker's storage is formatted to contain this user.
+    /// The arguments of the storage formatter that add this user.
     pub(crate) fn scram(&self) -> [String; 4] {
         let Self { name, password } = self;
         let mechanism = |hash: &str| format!("SCRAM-SHA-{hash}=[name={name},password={password}]");
@@ -61,13 +61,13 @@ impl KafkaUser {
     }
 }
 
-/// Makes the certificates for the listeners.
+/// Makes the certificates of the broker and of a client.
 pub(crate) fn make_certificates(server: &'static str, directory: &Path) -> Result<(), ServerError> {
     certificates::make(server, directory)?;
     certificates::make_client(server, directory)?;
     let read = |file: &str| {
         std::fs::read_to_string(directory.join(file))
-            .map_err(|source| super::io(server, "read a certificate that was made", source))
+            .map_err(|source| super::io_error(server, "read a certificate that was made", source))
     };
     write(
         server,

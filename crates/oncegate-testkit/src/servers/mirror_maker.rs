@@ -1,5 +1,5 @@
-//! MirrorMaker 2, which copies topics, and the committed offsets of groups with their metadata, from
-//! one Kafka cluster to another.
+//! MirrorMaker 2, which copies topics, and the committed offsets of groups with their metadata,
+//! from one Kafka cluster to another.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +12,7 @@ use super::{KafkaServer, ServerError};
 /// The file with the settings of MirrorMaker.
 const PROPERTIES: &str = "mirror-maker.properties";
 
-/// MirrorMaker 2 between two clusters. Has the requirements of a [`KafkaServer`].
+/// MirrorMaker 2 between two clusters. Needs the same programs as a [`KafkaServer`].
 pub type MirrorMakerServer = Server<MirrorMaker>;
 
 /// The kind of a [`MirrorMakerServer`].
@@ -23,8 +23,8 @@ pub struct MirrorMaker {
 
 impl MirrorMakerServer {
     /// Copies this topic from the source cluster to the target cluster, under the same name, from
-    /// its first record; and every second the offsets of this group, while the group has no member
-    /// on the target cluster. Returns before anything is copied.
+    /// its first record. Copies the committed offsets of this group every second, while the group
+    /// has no member on the target cluster. Returns before the first record is copied.
     ///
     /// # Errors
     /// [`ServerError`], with the end of the log, if it does not start.
@@ -69,8 +69,8 @@ impl ServerKind for MirrorMaker {
     }
 }
 
-/// All intervals are one second, and an offset sync is written for each batch, so that tests need
-/// not wait.
+/// The settings. All intervals are one second, and MirrorMaker writes an offset sync for each
+/// batch, so that tests wait at most seconds.
 fn properties(source: &str, target: &str, topic: &str, group: &str) -> String {
     format!(
         "clusters=source,target

@@ -3,14 +3,14 @@
 use std::hash::{BuildHasher, RandomState};
 use std::net::{Ipv4Addr, TcpListener};
 
-use super::{ServerError, io};
+use super::{ServerError, io_error};
 
 /// The range to search: below the ephemeral ports of outgoing connections (32,768 and up), so that
-/// a stopped server finds its port free when it is started again.
+/// no outgoing connection takes the port of a stopped server before it is started again.
 const LOWEST: u16 = 10_000;
 const HIGHEST: u16 = 32_000;
 
-/// `N` different ports of 127.0.0.1 without a listener, for this server.
+/// `N` different ports of 127.0.0.1 on which no process listens. The error names `server`.
 ///
 /// # Errors
 /// [`ServerError::Io`] if nearly every port is taken.
@@ -29,7 +29,7 @@ pub(crate) fn free_ports<const N: usize>(server: &'static str) -> Result<[u16; N
                 held.push(listener);
             }
             Err(_) if refused < 1_000 => refused += 1,
-            Err(source) => return Err(io(server, "find free ports", source)),
+            Err(source) => return Err(io_error(server, "find free ports", source)),
         }
     }
     Ok(ports)

@@ -1,4 +1,4 @@
-//! PostgreSQL.
+//! A PostgreSQL server for tests.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
@@ -31,8 +31,8 @@ pub struct Postgres {
 }
 
 impl PostgresServer {
-    /// Starts a server with these settings of `postgresql.conf` and returns when it answers. Its
-    /// settings are PostgreSQL's defaults: each commit is synced to the disk.
+    /// Starts a server with these settings of `postgresql.conf` and returns when it answers. All
+    /// other settings are PostgreSQL's defaults: each commit is synced to the disk.
     ///
     /// # Errors
     /// [`ServerError`], with the end of the server's log, when it does not start.
@@ -73,7 +73,7 @@ impl ServerKind for Postgres {
     const ADVICE: &'static str = "`cargo xtask setup` installs it (Debian's package is postgresql)";
     const START_TIMEOUT: Duration = Duration::from_secs(60);
     const IN_SERVER_SET: bool = true;
-    // SIGTERM waits until all clients have disconnected.
+    // With SIGTERM the server would wait until all clients have disconnected.
     const STOP_SIGNAL: Signal = Signal::INT;
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
@@ -93,11 +93,12 @@ impl ServerKind for Postgres {
     }
 }
 
-/// Whether the server starts a session; it refuses that while it starts or recovers.
+/// Whether the server accepts a session; it refuses sessions while it starts or recovers.
 fn accepts_sessions(port: u16) -> std::io::Result<bool> {
     let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
     stream.set_read_timeout(Some(Duration::from_secs(1)))?;
-    // Its length, the version of the protocol (3.0), and parameters that end with an empty name.
+    // The startup message: its length (filled in below), the version of the protocol (3.0), and
+    // parameters that end with an empty name.
     let mut startup = vec![0, 0, 0, 0, 0, 3, 0, 0];
     startup.extend_from_slice(b"user\0postgres\0database\0postgres\0\0");
     startup[3] = startup.len() as u8; // less than 256
@@ -111,8 +112,8 @@ fn data(directory: &Path) -> PathBuf {
     directory.join("data")
 }
 
-/// A program of the newest release, run as [`USER`] if this process is root's. A shell looks for the
-/// release, because the files of another [`ServerSet`] are there only when the command runs.
+/// A program of the newest release, run as [`USER`] if this process runs as root. A shell finds the
+/// release when the command runs, because only then are the files of another [`ServerSet`] mounted.
 fn program(name: &str) -> Command {
     let find = format!("exec \"$(ls -d {PROGRAMS}/*/bin/{name} | sort -V | tail -n 1)\" \"$@\"");
     let mut command = if rustix::process::geteuid().is_root() {

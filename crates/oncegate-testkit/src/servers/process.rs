@@ -1,4 +1,5 @@
-//! A process by its id and start time, so that a reused id is not taken for the old process.
+//! A process, identified by its id and start time, so that a later process with a reused id is a
+//! different one.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,7 +20,7 @@ pub struct ProcessId {
 #[derive(PartialEq, Eq)]
 enum ProcessState {
     Running,
-    /// Ended, and its parent has not waited for it.
+    /// The process has ended, and its parent has not waited for it (a zombie).
     Ended,
 }
 
@@ -30,7 +31,7 @@ impl ProcessId {
         (state == ProcessState::Running).then_some(process)
     }
 
-    /// The process number.
+    /// The process id.
     pub fn number(self) -> u32 {
         self.number
     }
@@ -61,7 +62,7 @@ impl ProcessId {
         self.kill_group();
     }
 
-    /// Kills the process and its process group, and waits until it has ended.
+    /// Kills the process and its process group, and waits up to ten seconds until it has ended.
     pub(crate) fn kill(self) {
         if !self.is_running() {
             return;
@@ -73,15 +74,16 @@ impl ProcessId {
 
     pub(crate) fn signal(self, signal: Signal) {
         if let (true, Some(pid)) = (self.is_running(), self.pid()) {
-            // It may end after the check: then there is nothing to do.
+            // Fails if the process ends after the check; then there is nothing to do.
             let _ = kill_process(pid, signal);
         }
     }
 
     /// Kills the remaining processes of its group, of which it was the leader.
     ///
-    /// An id is not reused while a process group with that id exists. So if another process has the
-    /// id, this group has ended, and the current group belongs to others: nothing is killed.
+    /// The kernel does not reuse an id while a process group with that id exists. So if another
+    /// process has the id, this group has ended, and a group with that id is not this one: then
+    /// this function kills nothing.
     fn kill_group(self) {
         let is_reused = Self::with_number(self.number).is_some_and(|(process, _)| process != self);
         if let (false, Some(pid)) = (is_reused, self.pid()) {
@@ -130,7 +132,7 @@ impl fmt::Display for ProcessId {
 
 /// The text is not `number:start`.
 #[derive(Debug, thiserror::Error)]
-#[error("not a process as `number:start`")]
+#[error("expected a process as `number:start`")]
 pub struct NotAProcess;
 
 impl FromStr for ProcessId {

@@ -1,4 +1,4 @@
-//! RabbitMQ.
+//! A RabbitMQ node as a test server.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
@@ -11,9 +11,10 @@ use super::certificates;
 use super::port::free_ports;
 use super::server::{Server, ServerKind, run_program, temporary_directory, write};
 use super::server_set::ServerSet;
-use super::{ServerError, io};
+use super::{ServerError, io_error};
 
-/// The script of the server; the one on the `PATH` requires a certain user and directories.
+/// The start script of the server. Debian's wrapper on the `PATH` runs only as root or `rabbitmq`,
+/// and with fixed directories.
 pub const RABBITMQ_SERVER: &str = "/usr/lib/rabbitmq/bin/rabbitmq-server";
 const RABBITMQCTL: &str = "/usr/lib/rabbitmq/bin/rabbitmqctl";
 
@@ -60,8 +61,8 @@ impl RabbitOptions {
         Self::default()
     }
 
-    /// Accepts only TLS connections from clients with a certificate of its authority, which is made
-    /// when it starts: [`RabbitServer::url`] is an `amqps://` URL,
+    /// Accepts only TLS connections from clients with a certificate of the node's authority. The
+    /// start of the node makes the certificates: [`RabbitServer::url`] is an `amqps://` URL,
     /// [`RabbitServer::certificate_authority`] the authority to trust and
     /// [`RabbitServer::client_certificate`] the client's certificate. With `EXTERNAL` the user is
     /// the certificate's common name, [`RABBITMQ_CLIENT`]. Needs `openssl`.
@@ -78,13 +79,13 @@ impl RabbitOptions {
         self
     }
 
-    /// Uses the name server on this port and starts none.
+    /// Uses the `epmd` on this port and does not start one.
     pub(crate) fn name_server(mut self, port: u16) -> Self {
         self.name_server = Some(port);
         self
     }
 
-    /// Joins the cluster of this running node.
+    /// Makes the new node join the cluster of this running node.
     pub(crate) fn joins(mut self, node: &RabbitServer) -> Self {
         self.joins = Some(node.kind().name());
         self
@@ -154,7 +155,7 @@ impl RabbitServer {
         let cookie = directory.path().join(".erlang.cookie");
         write(Rabbit::NAME, &cookie, "ONCEGATE")?;
         std::fs::set_permissions(&cookie, std::fs::Permissions::from_mode(0o600))
-            .map_err(|source| io(Rabbit::NAME, "protect the cookie", source))?;
+            .map_err(|source| io_error(Rabbit::NAME, "protect the cookie", source))?;
         let plugins = match options.transport {
             Transport::Plain => "[].\n",
             Transport::Tls => "[rabbitmq_auth_mechanism_ssl].\n",
@@ -188,7 +189,7 @@ impl RabbitServer {
         )
     }
 
-    /// Its address for clients: user guest, virtual host `/`.
+    /// The URL for clients: user `guest`, virtual host `/`.
     pub fn url(&self) -> String {
         match self.kind().transport {
             Transport::Plain => format!("amqp://guest:guest@127.0.0.1:{}/%2f", self.kind().port),
@@ -291,7 +292,8 @@ impl Rabbit {
     }
 }
 
-/// The command of `epmd`. If the node started it, it would outlive the node.
+/// The command that starts `epmd`. If the node started `epmd` itself, `epmd` would outlive the
+/// node.
 pub(crate) fn name_server(port: u16) -> Command {
     let mut command = Command::new("epmd");
     command.args(["-port", &port.to_string(), "-address", "127.0.0.1"]);

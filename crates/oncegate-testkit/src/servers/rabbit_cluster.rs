@@ -13,14 +13,14 @@ use super::server::{Server, ServerKind, temporary_directory};
 const NAME: &str = "RabbitMQ cluster";
 
 /// Three nodes, each of which can be stopped, killed, frozen and started again. Needs
-/// `rabbitmq-server`. Dropping it stops them.
+/// `rabbitmq-server`. Dropping the value stops them.
 pub struct RabbitCluster {
     nodes: Vec<RabbitServer>,
-    /// Stopped after the nodes, which need it to connect.
+    /// The `epmd` of all nodes. It is dropped after them, because they need it to connect.
     _name_server: Server<NameServerProcess>,
 }
 
-/// A separate `epmd`, so that it does not end with a node.
+/// An `epmd` that does not belong to a node, so that it does not end with one.
 #[derive(Debug)]
 struct NameServerProcess {
     port: u16,
@@ -85,7 +85,7 @@ impl RabbitCluster {
         &self.nodes
     }
 
-    /// One of the nodes, to be stopped, killed or frozen.
+    /// One of the nodes, for stopping, killing or freezing it.
     pub fn node_mut(&mut self, which: usize) -> &mut RabbitServer {
         &mut self.nodes[which]
     }

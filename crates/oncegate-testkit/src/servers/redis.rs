@@ -1,4 +1,4 @@
-//! Redis.
+//! A Redis server for tests.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
@@ -12,7 +12,7 @@ use super::certificates;
 use super::port::free_ports;
 use super::server::{Server, ServerKind, temporary_directory};
 use super::server_set::ServerSet;
-use super::{ServerError, io};
+use super::{ServerError, io_error};
 
 /// A Redis server. Needs `redis-server`.
 pub type RedisServer = Server<Redis>;
@@ -21,11 +21,11 @@ pub type RedisServer = Server<Redis>;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RedisPersistence {
-    /// None: a restarted server is empty.
+    /// No persistence: a restarted server is empty.
     #[default]
     Nothing,
     /// The append-only file with `appendfsync everysec`: a crash of the process loses nothing, a
-    /// crash of the machine one second.
+    /// crash of the machine the writes of the last second.
     EverySecond,
     /// The append-only file with `appendfsync always`.
     EveryWrite,
@@ -91,16 +91,16 @@ impl RedisOptions {
         self
     }
 
-    /// Replicates the server on this port of 127.0.0.1, with the same password.
+    /// Makes this server a replica of the server on this port of 127.0.0.1, with the same password.
     #[must_use]
     pub fn replica_of(mut self, port: u16) -> Self {
         self.replica_of = Some(port);
         self
     }
 
-    /// Enables TLS, with a certificate for `localhost` and 127.0.0.1 made when it starts:
-    /// [`RedisServer::url`] is a `rediss://` URL, and [`RedisServer::certificate_authority`] the
-    /// authority to trust. Needs `openssl`.
+    /// Enables TLS, with a new certificate for `localhost` and 127.0.0.1: [`RedisServer::url`] is a
+    /// `rediss://` URL, and [`RedisServer::certificate_authority`] the authority to trust. Needs
+    /// `openssl`.
     #[must_use]
     pub fn tls(mut self) -> Self {
         self.transport = Transport::Tls;
@@ -129,8 +129,8 @@ impl RedisOptions {
         self
     }
 
-    /// Any other setting of `redis.conf`, for instance `maxmemory` and `10mb`. A later one replaces
-    /// an earlier one.
+    /// Any other setting of `redis.conf`, for instance `maxmemory` and `10mb`. A later value of a
+    /// setting replaces an earlier one.
     #[must_use]
     pub fn setting(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.settings.push((name.into(), value.into()));
@@ -223,23 +223,24 @@ impl RedisServer {
         Ok(())
     }
 
-    /// Starts a stopped server that replies with `LOADING` for about this long before it serves
-    /// clients. The time is shorter if there is little to load: an append-only file of a thousand
-    /// commands takes 0.5 s.
+    /// Starts a stopped server so that it replies with `LOADING` for about this long before it
+    /// serves clients. The time is shorter if there is little to load: an append-only file of a
+    /// thousand commands takes 0.5 s.
     ///
     /// # Errors
     /// [`ServerError`] if it does not start.
     pub fn start_again_loading(&mut self, lasts: Duration) -> Result<(), ServerError> {
         let (port, password) = (self.kind().port, self.kind().options.password.clone());
         let settings = self.kind().options.settings.len();
-        // Applies to each command; clients are served after every 1,024 commands.
+        // The delay applies to each loaded command; Redis serves clients after every 1,024
+        // commands.
         self.kind_mut()
             .options
             .settings
             .push(("key-load-delay".into(), LOAD_DELAY.to_string()));
         let end_of_loading = std::thread::spawn(move || {
             std::thread::sleep(lasts);
-            // Fails only if the server does not listen: then it loads nothing.
+            // Fails only if the server does not listen; then it does not load either.
             let _ = send_command(port, password.as_deref(), "CONFIG SET key-load-delay 0");
         });
         let started = self.start_again();
@@ -289,12 +290,12 @@ impl ServerKind for Redis {
     const IN_SERVER_SET: bool = true;
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
-        // `Server` reports a set that is unknown.
+        // If the set is unknown, `Server` reports the error.
         let program = ServerSet::current().unwrap_or_default().redis_server();
         let mut command = match self.options.disk {
             Disk::Large => Command::new(program),
             Disk::MayFill => {
-                // A write beyond the limit fails like on a full disk if SIGXFSZ is ignored.
+                // With SIGXFSZ ignored, a write beyond the file size limit fails as on a full disk.
                 let mut command = Command::new("env");
                 command.args(["--ignore-signal=XFSZ", program]);
                 command
@@ -362,6 +363,7 @@ impl Redis {
     }
 }
 
+/// The settings of `redis.conf` that name files of certificates and keys, and the files.
 const CERTIFICATES: [(&str, &str); 5] = [
     ("tls-cert-file", certificates::CERTIFICATE),
     ("tls-key-file", certificates::KEY),
@@ -385,19 +387,19 @@ pub(crate) fn tls_settings(directory: &Path, port: u16) -> Vec<(&'static str, St
 fn copy_certificates(from: &Path, to: &Path) -> Result<(), ServerError> {
     for (_, file) in CERTIFICATES {
         std::fs::copy(from.join(file), to.join(file))
-            .map_err(|source| io(Redis::NAME, "copy certificates", source))?;
+            .map_err(|source| io_error(Redis::NAME, "copy certificates", source))?;
     }
     Ok(())
 }
 
-/// The pause in microseconds after each key or command of a server that [loads
-/// slowly](RedisServer::start_again_loading).
+/// The value of `key-load-delay` in microseconds, with which a server [loads
+/// slowly](RedisServer::start_again_loading): the pause after each key or command.
 const LOAD_DELAY: u32 = 400;
 
 /// The reply to PING.
 const PING_REPLY: &str = "+PONG\r\n";
 
-/// The whole reply of the server on this port to an inline command.
+/// Sends an inline command to the server on this port and returns the whole reply.
 pub(crate) fn send_command(
     port: u16,
     password: Option<&str>,
@@ -406,7 +408,7 @@ pub(crate) fn send_command(
     let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     let login = password.map_or_else(String::new, |password| format!("AUTH {password}\r\n"));
-    // A Sentinel has no QUIT: there, the reply to PING ends the reply.
+    // The reply to PING marks the end of the reply, because a Sentinel has no QUIT.
     write!(stream, "{login}{command}\r\nPING\r\nQUIT\r\n")?;
     let mut answer = String::new();
     let mut buffer = [0; 4096];
@@ -419,7 +421,7 @@ pub(crate) fn send_command(
     }
     Ok(match password {
         None => answer,
-        // Without the +OK to AUTH.
+        // Removes the reply to AUTH, `+OK`.
         Some(_) => answer
             .split_once("\r\n")
             .map_or_else(String::new, |(_, rest)| rest.to_owned()),

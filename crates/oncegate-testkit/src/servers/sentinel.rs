@@ -1,4 +1,4 @@
-//! Three Redis servers, one primary and two replicas, watched by three Sentinels.
+//! Three Redis servers, one primary and two replicas, and three Sentinels that monitor them.
 
 use std::path::Path;
 use std::process::Command;
@@ -13,16 +13,16 @@ use super::server_set::ServerSet;
 /// The name of the primary in the Sentinels' configuration.
 pub const SENTINEL_NAME: &str = "mymaster";
 
-/// The time limit of the start of replication and of a failover.
+/// The time limit for replication to start, and for a failover.
 const FAILOVER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The default of `down-after-milliseconds`.
 const DOWN_AFTER: Duration = Duration::from_secs(1);
 
-/// The default password.
+/// The default password of the Redis servers.
 const PASSWORD: &str = "between-redis-servers";
 
-/// One Sentinel.
+/// The kind of a server that is a Sentinel.
 #[derive(Debug)]
 pub struct Sentinel {
     port: u16,
@@ -50,8 +50,8 @@ impl ServerKind for Sentinel {
     }
 }
 
-/// A primary, two replicas and three Sentinels, which start a failover one second after the primary
-/// stops answering. Needs `redis-server`. Dropping it stops them.
+/// A primary, two replicas and three Sentinels, which by default start a failover one second after
+/// the primary stops answering. Needs `redis-server`. Dropping the value stops them.
 pub struct SentinelServers {
     transport: Transport,
     password: String,
@@ -61,7 +61,8 @@ pub struct SentinelServers {
 }
 
 impl SentinelServers {
-    /// Starts them and returns when both replicas are connected and the Sentinels know each other.
+    /// Starts the servers and returns when both replicas are connected and the Sentinels have
+    /// discovered each other.
     ///
     /// # Errors
     /// [`ServerError`] if one of them does not start.
@@ -69,8 +70,9 @@ impl SentinelServers {
         Self::start_with_transport(Transport::Plain, RedisOptions::new(), PASSWORD, DOWN_AFTER)
     }
 
-    /// The same, with another password (letters and digits) and another `down-after-milliseconds`:
-    /// on a busy machine a live server may not answer for more than a second.
+    /// Like [`start`](Self::start), with this password (letters and digits) and this
+    /// `down-after-milliseconds`. The default of one second is too short on a busy machine, where a
+    /// live server may not answer for longer.
     ///
     /// # Errors
     /// [`ServerError`] if one of them does not start.
@@ -81,8 +83,8 @@ impl SentinelServers {
         Self::start_with_transport(Transport::Plain, RedisOptions::new(), password, down_after)
     }
 
-    /// The same with TLS between the servers and to clients, and with required client certificates.
-    /// [`redis`](Self::redis)`()[0]` has the certificates.
+    /// Like [`start`](Self::start), with TLS between the servers and to clients, and with required
+    /// client certificates. [`redis`](Self::redis)`()[0]` has the certificates.
     ///
     /// # Errors
     /// [`ServerError`] if one of them does not start.
@@ -101,7 +103,7 @@ impl SentinelServers {
         password: &str,
         down_after: Duration,
     ) -> Result<Self, ServerError> {
-        let shared = |options: RedisOptions| {
+        let with_common_options = |options: RedisOptions| {
             let options = options
                 .persistence(RedisPersistence::EverySecond)
                 .password(password);
@@ -112,7 +114,7 @@ impl SentinelServers {
                     .setting("tls-replication", "yes"),
             }
         };
-        let primary = RedisServer::start(shared(options))?;
+        let primary = RedisServer::start(with_common_options(options))?;
         let port = transport.port(&primary);
         let mut servers = Self {
             transport,
@@ -126,9 +128,9 @@ impl SentinelServers {
                 Transport::Plain => RedisOptions::new(),
                 Transport::Tls => RedisOptions::new().tls_from(servers.redis[0].directory()),
             };
-            servers
-                .redis
-                .push(RedisServer::start(shared(options).replica_of(port))?);
+            servers.redis.push(RedisServer::start(
+                with_common_options(options).replica_of(port),
+            )?);
         }
         servers.wait("both replicas to connect", |it| {
             it.redis[0]
@@ -161,7 +163,7 @@ impl SentinelServers {
             .collect()
     }
 
-    /// The three Redis servers, in constant order.
+    /// The three Redis servers. A failover does not change their order.
     pub fn redis(&self) -> &[RedisServer] {
         &self.redis
     }
@@ -175,12 +177,13 @@ impl SentinelServers {
             .expect("a Sentinel names one of the servers")
     }
 
-    /// One of the Redis servers, to be stopped, killed or frozen.
+    /// One of the Redis servers, for stopping, killing or freezing it.
     pub fn redis_mut(&mut self, which: usize) -> &mut RedisServer {
         &mut self.redis[which]
     }
 
-    /// Disconnects both replicas from the primary; the Sentinels and clients still reach all servers.
+    /// Disconnects both replicas from the primary; the Sentinels and clients still reach all
+    /// servers.
     ///
     /// # Errors
     /// The connections'.
@@ -196,7 +199,8 @@ impl SentinelServers {
             .map(drop)
     }
 
-    /// Waits until the Sentinels name another primary than this one and it accepts writes.
+    /// Waits until the Sentinels name a primary other than `from` and the new primary accepts
+    /// writes. Returns its index.
     ///
     /// # Errors
     /// [`ServerError`] if that takes more than a minute.
@@ -236,8 +240,8 @@ impl SentinelServers {
                 if reply.contains(&format!("master_port:{port}\r\nmaster_link_status:up")) {
                     return true;
                 }
-                // Repeated until it succeeds, because Sentinels that still name another primary
-                // reconfigure the server, too.
+                // These commands are repeated until the replica is connected, because Sentinels
+                // that still name another primary also reconfigure the server.
                 let _ = server.command(&format!("CONFIG SET masterauth {}", it.password));
                 if !reply.contains(&format!("master_port:{port}\r\n")) {
                     let _ = server.command(&format!("REPLICAOF 127.0.0.1 {port}"));
@@ -292,7 +296,7 @@ enum Transport {
 }
 
 impl Transport {
-    /// The port of a server for the others.
+    /// The port of a server for replicas and Sentinels.
     fn port(self, server: &RedisServer) -> u16 {
         match self {
             Self::Plain => server.port(),

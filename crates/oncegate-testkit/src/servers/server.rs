@@ -1,4 +1,4 @@
-//! The operations on all kinds of servers: start, stop, kill, freeze, start again, detach.
+//! The operations that all kinds of servers share: start, stop, kill, freeze, start again, detach.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -10,24 +10,24 @@ use tempfile::TempDir;
 
 use super::process::{POLL_INTERVAL, ProcessId};
 use super::server_set::{ServerSet, prefixed};
-use super::{ServerError, certificates, io};
+use super::{ServerError, certificates, io_error};
 
-/// How long a server may take to end after SIGTERM before SIGKILL.
+/// How long a server may take to end after its stop signal; then it gets SIGKILL.
 const STOP_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The parts of a server that depend on its kind.
 pub trait ServerKind {
     /// The server's name.
     const NAME: &'static str;
-    /// The advice in the error if it does not start.
+    /// The advice in the error if the server does not start.
     const ADVICE: &'static str;
     /// The time limit of a start.
     const START_TIMEOUT: Duration;
 
-    /// Whether its programs are those of the current [`ServerSet`]; otherwise those of the host.
+    /// Whether the programs come from the current [`ServerSet`]; otherwise they are the host's.
     const IN_SERVER_SET: bool;
 
-    /// The signal that stops it.
+    /// The signal that stops the server.
     const STOP_SIGNAL: Signal = Signal::TERM;
 
     /// The programs of the server in the order of their start; the server itself is the last.
@@ -41,7 +41,7 @@ pub trait ServerKind {
 /// A running or stopped server.
 pub struct Server<K: ServerKind> {
     kind: K,
-    /// `None` once detached.
+    /// `None` after [`detach`](Self::detach).
     directory: Option<TempDir>,
     /// The children in the order in which they started; the server itself is the last.
     children: Vec<Child>,
@@ -105,11 +105,11 @@ impl<K: ServerKind> Server<K> {
     }
 
     /// Starts a stopped server again with the same ports and data, and returns when it answers.
-    /// Does nothing if it runs.
+    /// Does nothing if the server runs.
     ///
     /// # Errors
-    /// [`ServerError::DidNotStart`] with the end of the server's log; then its processes have
-    /// ended.
+    /// [`ServerError::DidNotStart`] with the end of the server's log, or [`ServerError::Io`] if a
+    /// program cannot be run. No process of the server is left.
     pub fn start_again(&mut self) -> Result<(), ServerError> {
         if !self.children.is_empty() {
             return Ok(());
@@ -121,13 +121,14 @@ impl<K: ServerKind> Server<K> {
         outcome
     }
 
-    /// Stops the server: SIGTERM or its own signal, after 15 s SIGKILL. Returns when it has ended. Does nothing if it
-    /// is stopped.
+    /// Stops the server with the stop signal of its kind (SIGTERM by default), and after 15 s with
+    /// SIGKILL. Returns when the server has ended. Does nothing if it is stopped.
     pub fn stop(&mut self) {
         self.end(|process| process.stop_by(K::STOP_SIGNAL, STOP_TIMEOUT));
     }
 
-    /// Kills the server like a crash: SIGKILL. Data that it had not written to disk is lost.
+    /// Kills the server with SIGKILL, as in a crash of the process. Data that it has not yet
+    /// written is lost.
     pub fn kill(&mut self) {
         self.end(ProcessId::kill);
     }
@@ -142,7 +143,8 @@ impl<K: ServerKind> Server<K> {
         self.signal(Signal::CONT);
     }
 
-    /// Lets the server outlive this program; the result can stop it.
+    /// Lets the server outlive this program. Returns its processes and directory, with which
+    /// another program can stop it and remove its data.
     pub fn detach(mut self) -> Detached {
         let children = std::mem::take(&mut self.children);
         let processes = children
@@ -166,7 +168,7 @@ impl<K: ServerKind> Server<K> {
         let path = self.log_path();
         // A new file at each start, so that `answers` reads only lines of this process.
         let log = File::create(&path)
-            .map_err(|source| io(K::NAME, format!("create {}", path.display()), source))?;
+            .map_err(|source| io_error(K::NAME, format!("create {}", path.display()), source))?;
         let set = ServerSet::current()?;
         for command in self.kind.commands(&directory) {
             let shown = format!("run {:?}", command.get_program());
@@ -177,10 +179,10 @@ impl<K: ServerKind> Server<K> {
             });
             let output = log
                 .try_clone()
-                .map_err(|source| io(K::NAME, "share the log", source))?;
+                .map_err(|source| io_error(K::NAME, "share the log", source))?;
             let errors = log
                 .try_clone()
-                .map_err(|source| io(K::NAME, "share the log", source))?;
+                .map_err(|source| io_error(K::NAME, "share the log", source))?;
             in_session
                 .current_dir(&directory)
                 .stdin(Stdio::null())
@@ -188,7 +190,7 @@ impl<K: ServerKind> Server<K> {
                 .stderr(errors);
             let child = in_session
                 .spawn()
-                .map_err(|source| io(K::NAME, shown, source))?;
+                .map_err(|source| io_error(K::NAME, shown, source))?;
             self.children.push(child);
         }
         Ok(())
@@ -227,7 +229,7 @@ impl<K: ServerKind> Server<K> {
             if let Some(process) = ProcessId::running(child.id()) {
                 end(process);
             }
-            // Fails only if it was waited for already.
+            // Fails only if the child was waited for already.
             let _ = child.wait();
         }
     }
@@ -258,8 +260,9 @@ impl<K: ServerKind> Drop for Server<K> {
     }
 }
 
-/// `setsid` replaces itself by the given program, with the same process id, as the leader of a new
-/// session: signals of the terminal do not reach it, and it may outlive its parent.
+/// The command run by `setsid`, which replaces itself by the program with the same process id, as
+/// the leader of a new session: signals of the terminal do not reach it, and it may outlive its
+/// parent.
 fn in_new_session(command: &Command) -> Command {
     prefixed(&["setsid".into()], command)
 }
@@ -268,20 +271,20 @@ pub(crate) fn temporary_directory(server: &'static str) -> Result<TempDir, Serve
     tempfile::Builder::new()
         .prefix("oncegate-")
         .tempdir()
-        .map_err(|source| io(server, "create a temporary directory", source))
+        .map_err(|source| io_error(server, "create a temporary directory", source))
 }
 
 /// Writes a file that a server reads.
 pub(crate) fn write(server: &'static str, path: &Path, contents: &str) -> Result<(), ServerError> {
     std::fs::write(path, contents)
-        .map_err(|source| io(server, format!("write {}", path.display()), source))
+        .map_err(|source| io_error(server, format!("write {}", path.display()), source))
 }
 
-/// Runs a program to its end and returns its standard output. Errors name it as `shown`.
+/// Runs a program to its end and returns its standard output. Errors name the program as `shown`.
 ///
 /// # Errors
-/// [`ServerError::Io`] if it cannot be run, [`ServerError::ProgramFailed`] with its output if it
-/// fails.
+/// [`ServerError::Io`] if the program cannot be run, [`ServerError::ProgramFailed`] with its output
+/// if it fails.
 pub(crate) fn run_program(
     server: &'static str,
     command: &mut Command,
@@ -290,7 +293,7 @@ pub(crate) fn run_program(
 ) -> Result<String, ServerError> {
     let output = command
         .output()
-        .map_err(|source| io(server, format!("run {shown}"), source))?;
+        .map_err(|source| io_error(server, format!("run {shown}"), source))?;
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     if output.status.success() {
         return Ok(printed);

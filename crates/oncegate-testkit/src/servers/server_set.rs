@@ -1,8 +1,9 @@
-//! Which releases of the servers are started: RabbitMQ, Redis and PostgreSQL of the host, or those of Debian sid.
+//! Which releases of the servers are started: RabbitMQ, Redis and PostgreSQL of the host or of
+//! Debian sid, and the release of Kafka.
 //!
-//! The packages of sid are unpacked into the cache and not installed, so the host stays as it is. A
-//! program of them runs in a mount namespace in which their `/usr` covers that of the host; process
-//! id, `/etc`, `/proc` and `/tmp` are those of the host.
+//! The packages of sid are unpacked into the cache and not installed, so the host does not change.
+//! Their programs run in a mount namespace in which the unpacked `/usr` is mounted over the host's
+//! `/usr`; process ids, `/etc`, `/proc` and `/tmp` are those of the host.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use std::str::FromStr;
 
 use super::kafka_distribution::cache;
 use super::server::{run_program, write};
-use super::{ServerError, io};
+use super::{ServerError, io_error};
 
 /// The environment variable that names a [`ServerSet`].
 pub const SERVER_SET: &str = "ONCEGATE_SERVERS";
@@ -19,10 +20,12 @@ pub const SERVER_SET: &str = "ONCEGATE_SERVERS";
 const NAME: &str = "Debian sid";
 const ADVICE: &str = "this needs root, a Debian host, and a mirror that has the suite sid";
 
-/// The last file that is written when the packages are unpacked.
+/// The file that is written after all packages are unpacked. Its name changes when packages are
+/// added, so that an older cache counts as incomplete.
 const COMPLETE: &str = "complete-with-postgresql";
 
-/// Besides the servers, what their start scripts call. Redis 8 is in experimental only.
+/// The packages to unpack: the servers, and the programs that their start scripts call. Only
+/// experimental has Redis 8.
 const PACKAGES: [&str; 13] = [
     "rabbitmq-server",
     "valkey-server",
@@ -39,7 +42,7 @@ const PACKAGES: [&str; 13] = [
     "util-linux",
 ];
 
-/// Releases of RabbitMQ, Redis and Kafka.
+/// A choice of releases of RabbitMQ, Redis (or Valkey), PostgreSQL and Kafka.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ServerSet {
@@ -55,15 +58,15 @@ pub enum ServerSet {
 }
 
 impl ServerSet {
-    /// The set that the environment variable [`SERVER_SET`] names; without it, `debian12`.
+    /// The set that the environment variable [`SERVER_SET`] names; `debian12` if it is not set.
     ///
     /// # Errors
-    /// [`ServerError::UnknownServerSet`].
+    /// [`ServerError::UnknownServerSet`] if the variable names no set.
     pub fn current() -> Result<Self, ServerError> {
         std::env::var(SERVER_SET).map_or(Ok(Self::default()), |name| name.parse())
     }
 
-    /// The name, as in [`SERVER_SET`].
+    /// The name of the set, which is the value of [`SERVER_SET`].
     pub fn name(self) -> &'static str {
         match self {
             Self::Debian12 => "debian12",
@@ -73,8 +76,8 @@ impl ServerSet {
         }
     }
 
-    /// Downloads and unpacks the packages of the set (130 MB), unless they are in the cache or
-    /// belong to the host. An interrupted download is resumed. Needs root and a Debian host.
+    /// Downloads and unpacks the packages of the set (130 MB), unless they are in the cache or the
+    /// set uses those of the host. Resumes an interrupted download. Needs root and a Debian host.
     ///
     /// # Errors
     /// [`ServerError`] if a program fails or the cache cannot be written.
@@ -117,18 +120,19 @@ impl ServerSet {
         }
     }
 
-    /// Whether RabbitMQ, Redis and PostgreSQL are unpacked into the cache.
+    /// Whether RabbitMQ, Redis and PostgreSQL of this set come from the cache, not from the host.
     fn is_unpacked(self) -> bool {
         matches!(self, Self::Today | Self::TodayRedis)
     }
 
-    /// The same command as a program of this set, with the same process id.
+    /// The command with the program taken from this set. The wrapping commands replace themselves,
+    /// so the program has the process id of the spawned child.
     pub fn command(self, command: &Command) -> Command {
         if !self.is_unpacked() {
             return prefixed(&[], command);
         }
-        let covered = "mount --bind \"$0/usr\" /usr && exec \"$@\"";
-        let prefix: Vec<OsString> = ["unshare", "--mount", "sh", "-c", covered]
+        let mount_and_run = "mount --bind \"$0/usr\" /usr && exec \"$@\"";
+        let prefix: Vec<OsString> = ["unshare", "--mount", "sh", "-c", mount_and_run]
             .into_iter()
             .map(OsString::from)
             .chain([root().into_os_string()])
@@ -175,12 +179,12 @@ fn root() -> PathBuf {
     cache().join("sid")
 }
 
-/// Downloads the packages and all that they depend on into `apt/cache/archives`, with a package
-/// database of its own, in which nothing is installed.
+/// Downloads the packages and their dependencies into `apt/cache/archives`. The package database in
+/// `apt` has no installed package, so that `apt-get` downloads every dependency.
 fn download(apt: &Path) -> Result<(), ServerError> {
     for directory in ["state/lists/partial", "cache/archives/partial"] {
         std::fs::create_dir_all(apt.join(directory))
-            .map_err(|source| io(NAME, "create the download directory", source))?;
+            .map_err(|source| io_error(NAME, "create the download directory", source))?;
     }
     write(NAME, &apt.join("status"), "")?;
     let (name, sources) = sources_of_host()?;
@@ -220,9 +224,9 @@ fn download(apt: &Path) -> Result<(), ServerError> {
 fn unpack(archives: &Path, root: &Path) -> Result<(), ServerError> {
     let partial = root.with_extension(format!("partial-{}", std::process::id()));
     std::fs::create_dir_all(&partial)
-        .map_err(|source| io(NAME, format!("create {}", partial.display()), source))?;
+        .map_err(|source| io_error(NAME, format!("create {}", partial.display()), source))?;
     let entries = std::fs::read_dir(archives)
-        .map_err(|source| io(NAME, format!("read {}", archives.display()), source))?;
+        .map_err(|source| io_error(NAME, format!("read {}", archives.display()), source))?;
     for path in entries.flatten().map(|entry| entry.path()) {
         if path.extension().is_some_and(|extension| extension == "deb") {
             let mut unpack = Command::new("dpkg-deb");
@@ -235,22 +239,25 @@ fn unpack(archives: &Path, root: &Path) -> Result<(), ServerError> {
     }
     write(NAME, &partial.join(COMPLETE), "")?;
     match std::fs::rename(&partial, root) {
-        // Another process was faster.
+        // Another process has unpacked the packages meanwhile.
         Err(_) if root.join(COMPLETE).is_file() => remove(&partial),
-        outcome => outcome.map_err(|source| io(NAME, "rename the unpacked packages", source)),
+        outcome => outcome.map_err(|source| io_error(NAME, "rename the unpacked packages", source)),
     }
 }
 
 fn remove(directory: &Path) -> Result<(), ServerError> {
     match std::fs::remove_dir_all(directory) {
-        Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
-            Err(io(NAME, format!("remove {}", directory.display()), source))
-        }
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(io_error(
+            NAME,
+            format!("remove {}", directory.display()),
+            source,
+        )),
         _ => Ok(()),
     }
 }
 
-/// The first package source of the host, for sid and experimental, and the name of its file.
+/// The first package source of the host, changed to the suites sid and experimental, and the name
+/// of the file to write it to.
 fn sources_of_host() -> Result<(&'static str, String), ServerError> {
     let one_line = std::fs::read_to_string("/etc/apt/sources.list").unwrap_or_default();
     if let Some(sources) = for_sid_from_lines(&one_line) {
@@ -258,7 +265,7 @@ fn sources_of_host() -> Result<(&'static str, String), ServerError> {
     }
     let directory = "/etc/apt/sources.list.d";
     let entries = std::fs::read_dir(directory)
-        .map_err(|source| io(NAME, format!("read {directory}"), source))?;
+        .map_err(|source| io_error(NAME, format!("read {directory}"), source))?;
     let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     paths.sort();
     let mut texts = paths
@@ -272,7 +279,7 @@ fn sources_of_host() -> Result<(&'static str, String), ServerError> {
         .find_map(|text| for_sid_from_stanzas(&text))
         .map(|sources| ("host.sources", sources))
         .ok_or_else(|| {
-            io(
+            io_error(
                 NAME,
                 "find a package source of the host",
                 std::io::ErrorKind::NotFound.into(),
@@ -280,7 +287,7 @@ fn sources_of_host() -> Result<(&'static str, String), ServerError> {
         })
 }
 
-/// `deb [options] mirror suite components`
+/// The first line of the form `deb [options] mirror suite components`, with the other suites.
 fn for_sid_from_lines(text: &str) -> Option<String> {
     let line = text.lines().find(|line| line.starts_with("deb "))?;
     let mirror = line
@@ -291,7 +298,7 @@ fn for_sid_from_lines(text: &str) -> Option<String> {
     Some(format!("{before} sid main\n{before} experimental main\n"))
 }
 
-/// `Suites:` in the first stanza of the deb822 format.
+/// The first stanza of the deb822 format that has `Suites:`, with the other suites.
 fn for_sid_from_stanzas(text: &str) -> Option<String> {
     let stanza = text
         .split("\n\n")

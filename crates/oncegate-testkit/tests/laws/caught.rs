@@ -9,7 +9,7 @@ use oncegate_core::marker::{self, Age, Ask, Attempts, Change, Effect, Marker, Op
 use oncegate_core::{Key, MessageId, Store, StoreError, async_trait};
 use oncegate_testkit::laws::{run, store as law};
 
-/// What a store does wrong. Otherwise it is the reference.
+/// The mistake of a store that otherwise applies `marker::apply` to a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     None,
@@ -17,22 +17,22 @@ enum Mistake {
     AnswersReversed,
     LeavesTheLastUnanswered,
     AppliesABatchToTheInitialMarkers,
-    StopsAtWhatIsLost,
+    StopsAtALostOperation,
     NeverExpires,
     ExpiresWithTheLease,
     ExpiresUnresolvedWithTheWindow,
     KeepsTheFirstExpiry,
-    LengthensWhatItKeeps,
+    RestartsTheExpiryOfKeptMarkers,
     CountsWholeSeconds,
     DropsTheAttempt,
     DropsTheSecondAttemptThatWasRejected,
     ForgetsTheBase,
-    ForgetsWhatIsUnknown,
-    KeepsForTheCallersWindow,
+    DropsTheUnknownOutcome,
+    KeepsForTheWindowOfTheOperation,
     DropsTheFingerprint,
     FoldsCase,
     CutsIds,
-    RenewsElsewhere,
+    RenewsInAnotherStore,
 }
 
 type Rows = HashMap<Key, (Marker, Instant, Duration)>;
@@ -81,7 +81,7 @@ impl Mistaken {
         }
     }
 
-    /// The change and verdict of the reference, with the mistake applied.
+    /// The change and verdict of `marker::apply`, with the mistake applied.
     fn apply_one(&self, marker: Marker, age: Duration, operation: &Operation) -> (Change, Verdict) {
         let (change, verdict) = marker::apply(marker, Age::Of(age), operation);
         let change = match (self.mistake, operation.ask, change) {
@@ -111,7 +111,7 @@ impl Mistaken {
                 expiry,
             ),
             (
-                Mistake::ForgetsWhatIsUnknown,
+                Mistake::DropsTheUnknownOutcome,
                 _,
                 Change::Write(Marker::Cleared { attempts, .. }, expiry),
             ) => Change::Write(
@@ -122,7 +122,7 @@ impl Mistaken {
                 expiry,
             ),
             (
-                Mistake::KeepsForTheCallersWindow,
+                Mistake::KeepsForTheWindowOfTheOperation,
                 _,
                 Change::Write(held @ (Marker::InProgress(_) | Marker::InDoubt(..)), _),
             ) => Change::Write(held, operation.terms.horizon()),
@@ -133,7 +133,7 @@ impl Mistaken {
 
     fn write(&self, rows: &mut Rows, key: Key, change: Change) {
         match change {
-            Change::Keep if self.mistake == Mistake::LengthensWhatItKeeps => {
+            Change::Keep if self.mistake == Mistake::RestartsTheExpiryOfKeptMarkers => {
                 rows.entry(key).and_modify(|row| row.1 = Instant::now());
             }
             Change::Keep => {}
@@ -193,7 +193,7 @@ impl Store for Mistaken {
                 applied
             };
             verdicts.push(Ok(verdict));
-            if self.mistake == Mistake::StopsAtWhatIsLost
+            if self.mistake == Mistake::StopsAtALostOperation
                 && (change, verdict) == (Change::Keep, Verdict::Lost)
             {
                 break;
@@ -213,12 +213,12 @@ impl Store for Mistaken {
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
-        (self.mistake == Mistake::RenewsElsewhere)
+        (self.mistake == Mistake::RenewsInAnotherStore)
             .then(|| Arc::new(Self::new(Mistake::None)) as Arc<dyn Store>)
     }
 }
 
-/// Whether a law is broken by a store that makes this mistake.
+/// Whether a law fails with a store that makes this mistake.
 macro_rules! breaks {
     ($mistake:ident, $law:ident) => {
         catch_unwind(AssertUnwindSafe(|| {
@@ -235,23 +235,23 @@ mistakes! {
     a_missing_answer: LeavesTheLastUnanswered breaks a_batch_is_answered_in_order;
     a_batch_whose_operations_do_not_see_each_other: AppliesABatchToTheInitialMarkers breaks
         operations_on_one_key_in_a_batch_keep_their_order;
-    a_batch_that_ends_at_an_invalid_operation: StopsAtWhatIsLost breaks an_invalid_operation_does_not_affect_the_others;
+    a_batch_that_ends_at_an_invalid_operation: StopsAtALostOperation breaks an_invalid_operation_does_not_affect_the_others;
     markers_that_never_expire: NeverExpires breaks a_marker_expires_after_its_window;
     markers_that_expire_with_their_lease: ExpiresWithTheLease breaks an_ended_lease_is_in_doubt_in_at_most_once;
     unresolved_markers_that_expire_with_the_window: ExpiresUnresolvedWithTheWindow breaks an_unresolved_at_most_once_marker_outlives_the_window;
     a_write_that_does_not_restart_the_expiry: KeepsTheFirstExpiry breaks every_write_restarts_the_window, a_renewal_restarts_the_lease;
-    a_duplicate_that_restarts_the_expiry: LengthensWhatItKeeps breaks
+    a_duplicate_that_restarts_the_expiry: RestartsTheExpiryOfKeptMarkers breaks
         an_operation_without_effect_does_not_extend_a_window, an_operation_without_effect_does_not_extend_a_lease;
     a_clock_with_a_resolution_of_seconds: CountsWholeSeconds breaks a_lease_ends_after_its_duration;
     a_fencing_token_that_decreases: DropsTheAttempt breaks clearing_keeps_the_attempt, random_histories_match_the_reference;
     a_rejection_that_drops_its_attempt: DropsTheSecondAttemptThatWasRejected breaks rejecting_clears_in_effectively_once;
     an_attempt_budget_that_an_operator_cannot_reset: ForgetsTheBase breaks
         sending_back_requires_the_expected_marker, forgetting_requires_the_expected_done_marker, random_histories_match_the_reference;
-    an_unknown_outcome_that_is_dropped: ForgetsWhatIsUnknown breaks
+    an_unknown_outcome_that_is_dropped: DropsTheUnknownOutcome breaks
         an_unknown_outcome_is_in_doubt_in_at_most_once, an_unknown_outcome_stays_unknown, random_histories_match_the_reference;
-    a_window_that_changes_with_the_settings: KeepsForTheCallersWindow breaks the_holders_window_decides;
+    a_window_that_changes_with_the_settings: KeepsForTheWindowOfTheOperation breaks the_holders_window_decides;
     a_fingerprint_that_is_dropped: DropsTheFingerprint breaks all_fingerprints_are_distinguished;
     a_key_without_case: FoldsCase breaks ids_of_every_kind_stay_distinct, scopes_stay_distinct;
     a_key_that_is_truncated: CutsIds breaks ids_of_every_kind_stay_distinct;
-    renewals_in_another_store: RenewsElsewhere breaks the_handle_for_renewals_is_the_same_store;
+    renewals_in_another_store: RenewsInAnotherStore breaks the_handle_for_renewals_is_the_same_store;
 }

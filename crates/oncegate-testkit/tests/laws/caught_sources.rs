@@ -240,7 +240,7 @@ impl Source for Mistaken {
 }
 
 impl Mistaken {
-    /// Releases what is due.
+    /// Releases the deliveries whose delay has ended.
     async fn release_due(&mut self) -> Result<(), SourceError> {
         self.delayed.sort_by_key(|(due, _)| *due);
         let is_delayed = |(due, _): &(Instant, Settled)| *due > Instant::now();
@@ -251,7 +251,7 @@ impl Mistaken {
     }
 }
 
-/// Whether a law is broken by a source that makes this mistake.
+/// Whether a law fails with a source that makes this mistake.
 macro_rules! breaks {
     ($mistake:ident, $law:ident) => {{
         let queue = async || Queue {

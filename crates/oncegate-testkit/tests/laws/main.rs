@@ -1,5 +1,5 @@
-//! The laws of stores and sources: the stores and sources in memory and a store as a user writes it
-//! pass them, and each wrong store or source fails at least one.
+//! Tests of the laws: the memory store, the memory broker and a user-defined store pass them, and each
+//! store or source with a mistake fails at least one.
 
 /// A test for each mistake: the listed laws fail with it and pass without it.
 ///
@@ -9,8 +9,8 @@ macro_rules! mistakes {
         #[test]
         fn $name() {
             $(
-                assert!(breaks!($mistake, $law), "{} does not notice {:?}", stringify!($law), Mistake::$mistake);
-                assert!(!breaks!(None, $law), "{} is broken by the reference", stringify!($law));
+                assert!(breaks!($mistake, $law), "{} does not detect {:?}", stringify!($law), Mistake::$mistake);
+                assert!(!breaks!(None, $law), "{} fails without a mistake", stringify!($law));
             )+
         }
     )+};

@@ -1,5 +1,5 @@
-//! A trace from the producer to the worker, as a collector sees it that
-//! listens to OTLP over HTTP.
+//! Tests that a trace leads from the producer to the worker, with a collector that receives OTLP
+//! over HTTP.
 
 use std::sync::{Arc, Mutex};
 
@@ -89,7 +89,7 @@ fn check_trace(spans: &[(String, Span)], sent: &Span) -> Result<(), String> {
         SpanKind::Consumer,
     )?;
     if attribute(&handled, "id") != attribute(sent, "id") {
-        return Err("another message was handled there".to_owned());
+        return Err("the span `oncegate.handle` has the id of another message".to_owned());
     }
     child(sent, "payments-worker", "oncegate.settle", SpanKind::Client)?;
     Ok(())
@@ -141,19 +141,19 @@ async fn a_trace_spans_producer_and_worker(broker: &'static str) {
     variables.push(("OTEL_BSP_SCHEDULE_DELAY", "200"));
     let arguments = ["produce", "--broker", broker, "--payments", "60"];
     let producer_variables = variables.clone();
-    let produce = || crate::demo(&arguments, &producer_variables, run_dir, "sending ");
     variables.push(("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:0"));
     variables.push(("OTEL_SERVICE_NAME", "payments-worker"));
     let worker_arguments = ["work", "--guarantee", "effectively-once"];
     let (_worker, _) = crate::demo(&worker_arguments, &variables, run_dir, "admin port http://");
-    let (mut producer, _) = produce();
+    // The producer starts after the worker, which declares the queue of RabbitMQ.
+    let (mut producer, _) = crate::demo(&arguments, &producer_variables, run_dir, "sending ");
     until("the producer ends after its last export", async || {
         producer
             .0
             .try_wait()
             .expect("its status")
             .map(drop)
-            .ok_or_else(|| "it runs".to_owned())
+            .ok_or_else(|| "the producer still runs".to_owned())
     })
     .await;
     until(

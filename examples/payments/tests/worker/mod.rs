@@ -1,5 +1,5 @@
-//! The program `worker` with the book's worker.toml, on real brokers and Redis; variables set the
-//! servers.
+//! Tests the program `worker` with `worker.toml`, on real brokers and Redis. Environment variables
+//! name the servers.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// The time limit of each wait: long, since other tests share the machine.
+/// The time limit of each wait, long because other tests share the machine.
 const TEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The number of payments; about a tenth are sent twice.
 const PAYMENTS: usize = 80;
 
-/// The program, and the lines that it writes.
+/// The program, and the lines that it writes to standard output and standard error.
 struct Worker {
     process: Child,
     out: Receiver<String>,
@@ -45,7 +45,7 @@ impl Worker {
         }
     }
 
-    /// The address of its admin port.
+    /// Waits until the worker logs the address of its admin port, and returns it.
     fn admin(&self) -> String {
         loop {
             let line = self
@@ -58,12 +58,12 @@ impl Worker {
         }
     }
 
-    /// Stops it with SIGTERM. Adds the remaining handled ids to the counts.
+    /// Stops the worker with SIGTERM. Adds the ids that it still prints to the counts.
     fn stop(mut self, mut counts: HashMap<String, usize>) -> HashMap<String, usize> {
         kill_process(Pid::from_child(&self.process), Signal::TERM).expect("it runs");
-        let json_of = self.process.wait().expect("it ended");
+        let status = self.process.wait().expect("it ended");
         assert_eq!(
-            json_of.code(),
+            status.code(),
             Some(0),
             "{:?}",
             self.errors.iter().collect::<Vec<_>>()
@@ -91,6 +91,7 @@ fn lines(from: impl std::io::Read + Send + 'static) -> Receiver<String> {
     lines
 }
 
+/// Counts the id in a line that the handler has printed.
 fn count(counts: &mut HashMap<String, usize>, line: &str) {
     let (id, _) = line
         .split_once(": ")
@@ -142,7 +143,7 @@ async fn each_message_is_handled_once(
     if !send_before_start {
         send();
     }
-    // Stopped after the first message: it drains, and the next worker handles the rest.
+    // The worker is stopped after its first message: it drains, and the next one handles the rest.
     let mut counts = HashMap::new();
     count(
         &mut counts,
@@ -165,14 +166,14 @@ async fn each_message_is_handled_once(
             Ok(line) => count(&mut counts, &line),
             Err(RecvTimeoutError::Timeout) => {
                 let metrics = query("metrics").await.text().await.expect("text");
-                let output = |outcome: &str| {
+                let has_outcome = |outcome: &str| {
                     metrics.lines().any(|it| {
                         it.starts_with(&format!(
                             "oncegate_deliveries_total{{outcome=\"{outcome}\"}}"
                         ))
                     })
                 };
-                if counts.len() == PAYMENTS && output("duplicate") {
+                if counts.len() == PAYMENTS && has_outcome("duplicate") {
                     break;
                 }
                 assert!(
@@ -226,7 +227,7 @@ async fn a_configured_worker_handles_each_message_once_on_kafka() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_configured_worker_handles_each_message_once_on_rabbitmq() {
     let run_dir = tempfile::tempdir().expect("a directory");
-    // The program declares the queue.
+    // The worker declares the queue, so it starts before the producer.
     each_message_is_handled_once("rabbitmq", produce("rabbitmq", run_dir.path()), false).await;
 }
 
@@ -248,9 +249,9 @@ fn a_misconfigured_worker_fails_with_one_line_that_names_the_setting() {
             (variable, value),
         ];
         let mut worker = Worker::start(&variables);
-        let json_of = worker.process.wait().expect("it ended");
+        let status = worker.process.wait().expect("it ended");
         let output: Vec<String> = worker.errors.iter().collect();
-        assert_eq!(json_of.code(), Some(1), "{output:?}");
+        assert_eq!(status.code(), Some(1), "{output:?}");
         let lines: Vec<&String> = output
             .iter()
             .filter(|line| line.starts_with("Error: "))

@@ -68,7 +68,7 @@ impl<S: Source + 'static> SourceClient<S> {
         self.receive(1).await.remove(0)
     }
 
-    /// Waits for `time` and panics if anything is delivered meanwhile.
+    /// Receives for `time` and panics if the source delivers a message.
     pub(super) async fn expect_no_delivery(&mut self, time: Duration, why: &str) {
         let until = Instant::now() + time;
         while let Some(remaining) = until.checked_duration_since(Instant::now()) {
@@ -162,7 +162,7 @@ pub(super) fn numbers(range: impl IntoIterator<Item = usize>) -> Vec<String> {
     range.into_iter().map(|number| number.to_string()).collect()
 }
 
-/// The messages in a destination, once there are this many.
+/// Waits until a destination has this many messages and returns them.
 pub(super) async fn rejected_messages(
     queue: &impl TestQueue,
     destination: Destination,
@@ -184,8 +184,8 @@ pub(super) async fn rejected_messages(
     }
 }
 
-/// A settlement that accepts, for tests of a source. Only the delivery lifecycle can make one, so
-/// this is its settlement of a duplicate.
+/// Returns a settlement that accepts, for tests of a source. Only the delivery lifecycle can make
+/// one, so this function takes the one that `transition` returns for a duplicate.
 pub fn accepted() -> Settlement {
     let policy = Policy {
         guarantee: Guarantee::EffectivelyOnce,

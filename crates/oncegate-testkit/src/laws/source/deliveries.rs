@@ -49,8 +49,8 @@ pub async fn an_unsettled_delivery_is_not_delivered_again(queue: impl TestQueue)
     client.close().await;
 }
 
-/// `receive` exceeds its limit neither in number nor in bytes, except for a single delivery that is
-/// larger than the limit.
+/// `receive` returns at most as many deliveries and bytes as its limit, except that a single
+/// delivery may have more bytes.
 pub async fn receive_respects_its_limit(queue: impl TestQueue) {
     for _ in 0..10 {
         queue.publish(Message::new(vec![b'x'; 1_000])).await;

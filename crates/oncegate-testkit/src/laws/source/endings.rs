@@ -7,7 +7,7 @@ use oncegate_core::Source;
 use super::TestQueue;
 use super::client::*;
 
-/// `settle` empties the list that it is given; an empty list is a no-op.
+/// `settle` empties the list that it receives, and does nothing with an empty list.
 pub async fn settling_empties_the_list(queue: impl TestQueue) {
     publish_numbers(&queue, 2).await;
     let mut client = SourceClient::of(&queue).await;
@@ -53,7 +53,7 @@ pub async fn unsettled_deliveries_are_redelivered_after_a_close(queue: impl Test
     next.close().await;
 }
 
-/// Dropping a source equals a crash of its process.
+/// Unsettled deliveries are redelivered after the source is dropped, as in a crash of its process.
 pub async fn unsettled_deliveries_are_redelivered_after_a_crash(queue: impl TestQueue) {
     publish_numbers(&queue, 5).await;
     let mut client = SourceClient::of(&queue).await;
@@ -84,8 +84,8 @@ pub async fn accepting_a_later_delivery_does_not_accept_an_earlier_one(queue: im
     while !bodies(&received).contains(&"3".to_owned()) {
         received.push(next.receive_one().await);
     }
-    // Deliveries after the unsettled one may be repeated, because done markers detect them as
-    // duplicates. Earlier ones must not be repeated.
+    // The broker may redeliver messages after the unsettled one; the consumer detects them as
+    // duplicates by their done markers. It must not redeliver earlier ones.
     assert!(
         bodies(&received)
             .iter()

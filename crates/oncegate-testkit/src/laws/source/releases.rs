@@ -7,8 +7,8 @@ use oncegate_core::Message;
 use super::TestQueue;
 use super::client::*;
 
-/// A released message is redelivered, with the failure count of the release. A source that executes
-/// delays redelivers it after its delay, and others meanwhile.
+/// A released message is redelivered with the failure count of the release. A source with
+/// `RetryDelays::InSource` redelivers it after its delay and delivers other messages meanwhile.
 pub async fn a_release_is_redelivered_after_its_delay_and_blocks_no_other(queue: impl TestQueue) {
     publish_numbers(&queue, 1).await;
     let mut client = SourceClient::of(&queue).await;
@@ -34,7 +34,7 @@ pub async fn a_release_is_redelivered_after_its_delay_and_blocks_no_other(queue:
     next.close().await;
 }
 
-/// A source that is closed before the delay ends loses nothing.
+/// A released message whose delay has not ended when the source is closed is redelivered.
 pub async fn a_release_with_a_long_delay_survives_a_close(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;
@@ -72,7 +72,7 @@ pub async fn repeated_releases_keep_the_failure_count(queue: impl TestQueue) {
             .settle([(delivery, released(delay, failures + 1))])
             .await;
     }
-    // A delivery whose key is held elsewhere did not fail: it is released with an unchanged count.
+    // A delivery whose id another consumer holds did not fail: its release keeps the count.
     let busy = client.receive_one().await;
     client.settle([(busy, released(delay, 5))]).await;
     let last = client.receive_one().await;
@@ -81,8 +81,8 @@ pub async fn repeated_releases_keep_the_failure_count(queue: impl TestQueue) {
     client.close().await;
 }
 
-/// Messages with shorter delays are redelivered before those with longer ones, and without delays in
-/// the order of their releases.
+/// Messages with shorter delays are redelivered before those with longer ones. A source without
+/// delays redelivers messages in the order of their releases.
 pub async fn releases_are_redelivered_in_the_order_of_their_delays(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;

@@ -13,14 +13,16 @@ use oncegate_core::marker::{
 use oncegate_core::{Key, Store, StoreError};
 
 use crate::laws::fixtures::{
-    AT_MOST_ONCE, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG,
-    OTHER_TOKEN, OWN_TOKEN, answers, cleared, doubted, granted, hold, key, reconciling_attempt,
-    rejected, running, verdict, verdicts,
+    AT_MOST_ONCE, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE,
+    LONG_LEASE, OTHER_TOKEN, OWN_TOKEN, answers, cleared, doubted, granted, hold, key,
+    reconciling_attempt, rejected, running, verdict, verdicts,
 };
 use crate::laws::rows::{matches_expected, probe_operations, setup_operations};
 use crate::loses_replies::{LosesReplies, ReplyFault};
 
-const BUSY: Verdict = Verdict::Busy { remaining: LONG };
+const BUSY: Verdict = Verdict::Busy {
+    remaining: LONG_LEASE,
+};
 
 fn claimant(token: u128, attempt: u32) -> Claimant {
     Claimant::new(EFFECTIVELY_ONCE, Token(token), attempt)
@@ -79,7 +81,7 @@ pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
                 ),
                 2 => (claimant(9999, 0).claim(key), BUSY),
                 3 => (
-                    holder.window(LONG).operation(Ask::Renew, key),
+                    holder.window(LONG_LEASE).operation(Ask::Renew, key),
                     Verdict::Applied,
                 ),
                 4 => (holder.claim(key), granted(attempt)),
@@ -234,7 +236,7 @@ pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn St
         &expected,
         &operations,
     );
-    // The same claim repeated many times, and the same completion.
+    // Five claims of each of four tokens, and one completion repeated.
     let many = key("many");
     let claims: Vec<_> = (0..20).map(|it| claimant(it % 4, 0).claim(&many)).collect();
     let expected: Vec<_> = (0..20)
@@ -390,8 +392,8 @@ pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
     }
 }
 
-/// When it is repeated after a lost reply, each operation has the same verdict, or a verdict after
-/// which the marker shows whether it was applied.
+/// An operation that is repeated after a lost reply has the same verdict, or `Lost`, after which a
+/// claim shows what the first request did.
 pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Store>) {
     let at_most_once = |attempt| Claimant::new(AT_MOST_ONCE, OWN_TOKEN, attempt);
     let effectively_once = |attempt| Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, attempt);
@@ -511,8 +513,8 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
     assert_eq!(received, [DONE_WITH_LOST_MARKER, DONE]);
 }
 
-/// An apply that is dropped at any moment leaves each of its operations applied or not applied, and
-/// the store usable.
+/// After the future of `apply` was dropped at any moment, each of its operations is applied or not
+/// applied, and the store can be used.
 pub async fn an_operation_can_be_repeated_after_a_dropped_apply(store: Arc<dyn Store>) {
     for polls in 0..12u32 {
         let claims: Vec<Operation> = (0..20)

@@ -8,9 +8,10 @@ use oncegate_core::marker::{
 };
 
 use crate::laws::fixtures::{
-    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, OTHER_TOKEN,
-    OWN_TOKEN, TAKEN_OVER, body, cleared, doubted, granted, hold, key, reconciling,
-    reconciling_attempt, rejected, running, verdicts, with_body, with_expired_lease,
+    AT_MOST_ONCE, BOTH_GUARANTEES, CRASHED_ONCE, Claimant, DOUBTED_ONCE, EFFECTIVELY_ONCE,
+    LONG_LEASE, OTHER_TOKEN, OWN_TOKEN, TAKEN_OVER, cleared, doubted, fingerprint, granted, hold,
+    key, reconciling, reconciling_attempt, rejected, running, verdicts, with_expired_lease,
+    with_fingerprint,
 };
 use crate::laws::rows::{check_rows, row};
 
@@ -18,7 +19,9 @@ fn claim(guarantee: Guarantee) -> (Claimant, Ask) {
     (Claimant::new(guarantee, OWN_TOKEN, 0), Ask::Claim)
 }
 
-const BUSY: Verdict = Verdict::Busy { remaining: LONG };
+const BUSY: Verdict = Verdict::Busy {
+    remaining: LONG_LEASE,
+};
 
 /// The verdict of a claim that takes over the doubt of the previous attempt.
 fn in_doubt(attempt: u32) -> Verdict {
@@ -30,7 +33,7 @@ fn in_doubt(attempt: u32) -> Verdict {
 
 /// A new id is granted as attempt 1.
 pub async fn a_new_id_is_granted(store: Arc<dyn Store>) {
-    let rows = BOTH.map(|guarantee| {
+    let rows = BOTH_GUARANTEES.map(|guarantee| {
         row(
             "claim: absent",
             Marker::Absent,
@@ -45,7 +48,7 @@ pub async fn a_new_id_is_granted(store: Arc<dyn Store>) {
 /// A cleared id is granted with the next attempt; the highest possible attempt is not exceeded.
 pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         for (before, next) in [(1, 2), (3, 4), (9, 10), (u32::MAX, u32::MAX)] {
             let given = cleared(before, Effect::Nothing);
             rows.push(row(
@@ -56,7 +59,8 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
                 running(guarantee, OWN_TOKEN, next),
             ));
         }
-        // Sent back by an operator: the attempt number continues, and the budget starts again.
+        // After a redrive by an operator the attempt number continues, and all of `max_attempts`
+        // are left.
         let attempts = Attempts {
             number: 6,
             base: 5,
@@ -68,7 +72,7 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
         };
         let becomes = Marker::InProgress(hold(guarantee, OWN_TOKEN, attempts, Effect::Nothing));
         rows.push(row(
-            "claim: cleared, sent back",
+            "claim: cleared, redriven",
             given,
             claim(guarantee),
             Verdict::Granted(attempts),
@@ -78,8 +82,8 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// An unknown outcome is kept whatever the guarantee under which it occurred: a claim in at most
-/// once finds the id in doubt, and a run in effectively once leaves it unknown.
+/// The marker keeps an unknown outcome under both guarantees: a claim in at most once receives
+/// `InDoubt`, and a grant in effectively once keeps the outcome unknown.
 pub async fn an_unknown_outcome_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (before, base) in [(1, 0), (4, 0), (5, 5), (5, 2)] {
@@ -122,10 +126,11 @@ pub async fn an_unknown_outcome_is_in_doubt_in_at_most_once(store: Arc<dyn Store
     check_rows(&*store, &rows).await;
 }
 
-/// A repeated claim is the same grant with the same attempt, also after its lease expired.
+/// A repeated claim receives the same grant with the same attempt, also after its lease has
+/// expired.
 pub async fn a_repeated_claim_is_the_same_grant(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         for given in [
             running(guarantee, OWN_TOKEN, 1),
             running(guarantee, OWN_TOKEN, 4),
@@ -151,11 +156,11 @@ pub async fn a_repeated_claim_is_the_same_grant(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// While a lease is valid, all other claims are busy, whatever the guarantees.
+/// While a lease is valid, all other claims receive `Busy`, whatever the guarantees are.
 pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for holder in BOTH {
-        for claimer in BOTH {
+    for holder in BOTH_GUARANTEES {
+        for claimer in BOTH_GUARANTEES {
             for given in [
                 running(holder, OTHER_TOKEN, 1),
                 running(holder, OTHER_TOKEN, 4),
@@ -173,7 +178,8 @@ pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// An expired lease is taken over with the next attempt if both guarantees are effectively once.
+/// A claim takes over an expired lease with the next attempt if both guarantees are effectively
+/// once.
 pub async fn an_ended_lease_is_taken_over_in_effectively_once(store: Arc<dyn Store>) {
     let guarantee = EFFECTIVELY_ONCE;
     let rows = [(1, 2), (4, 5), (u32::MAX, u32::MAX)].map(|(before, next)| {
@@ -194,8 +200,8 @@ pub async fn an_ended_lease_is_taken_over_in_effectively_once(store: Arc<dyn Sto
     check_rows(&*store, &rows).await;
 }
 
-/// An expired lease is in doubt with the claim's token and the next attempt if one of the two
-/// guarantees is at most once.
+/// A claim of an id with an expired lease receives `InDoubt`, and the doubt has its token and the
+/// next attempt, if one of the two guarantees is at most once.
 pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (holder, claimer) in [
@@ -222,10 +228,10 @@ pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// A repeated claim of an id in doubt is the same doubt with the same attempt.
+/// A repeated claim of an id in doubt receives the same doubt with the same attempt.
 pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         for given in [
             reconciling_attempt(OWN_TOKEN, 2),
             with_expired_lease(reconciling_attempt(OWN_TOKEN, 2)),
@@ -254,11 +260,11 @@ pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// A doubt that no consumer reconciles, or whose reconciler's lease expired, is given to the claim
-/// with the next attempt.
+/// A claim takes over, with the next attempt, a doubt that no consumer reconciles or whose
+/// reconciler's lease has expired.
 pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         let waiting = [
             doubted(AT_MOST_ONCE, OTHER_TOKEN, 2),
             doubted(EFFECTIVELY_ONCE, OTHER_TOKEN, 2),
@@ -298,9 +304,9 @@ pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>
     check_rows(&*store, &rows).await;
 }
 
-/// While a consumer reconciles, all other claims are busy.
+/// While a consumer reconciles, all other claims receive `Busy`.
 pub async fn a_doubt_that_another_reconciles_is_busy(store: Arc<dyn Store>) {
-    let rows = BOTH.map(|guarantee| {
+    let rows = BOTH_GUARANTEES.map(|guarantee| {
         let given = reconciling_attempt(OTHER_TOKEN, 2);
         row(
             "claim: in doubt, another reconciling, lease valid",
@@ -318,7 +324,7 @@ pub async fn a_rejected_id_stays_rejected(store: Arc<dyn Store>) {
     let given = rejected(3, None);
     check_rows(
         &*store,
-        &BOTH.map(|guarantee| {
+        &BOTH_GUARANTEES.map(|guarantee| {
             row(
                 "claim: rejected",
                 given,
@@ -336,7 +342,7 @@ pub async fn a_done_id_is_a_duplicate(store: Arc<dyn Store>) {
     let given = Marker::Done(None);
     check_rows(
         &*store,
-        &BOTH.map(|guarantee| {
+        &BOTH_GUARANTEES.map(|guarantee| {
             row(
                 "claim: done",
                 given,
@@ -349,15 +355,15 @@ pub async fn a_done_id_is_a_duplicate(store: Arc<dyn Store>) {
     .await;
 }
 
-/// A claim with another body is busy while the first body runs, because the first may still fail.
-/// After the lease of the first expired it is a conflict, because the first may never be delivered
-/// again.
+/// A claim with another body receives `Busy` while the first body is in progress, because the first
+/// may still fail. After the lease of the first has expired it receives `Conflict`, because the
+/// first may never be delivered again.
 pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         let (claimant, ask) = claim(guarantee);
-        let operation = (claimant.body(body(7)), ask);
-        let given = with_body(running(guarantee, OTHER_TOKEN, 1), body(8));
+        let operation = (claimant.fingerprint(fingerprint(7)), ask);
+        let given = with_fingerprint(running(guarantee, OTHER_TOKEN, 1), fingerprint(8));
         rows.push(row(
             "claim: another fingerprint, in progress, lease valid",
             given,
@@ -380,16 +386,19 @@ pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
 /// Another body conflicts with an id that is in doubt, rejected or done.
 pub async fn another_body_conflicts_with_an_in_doubt_rejected_or_done_id(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         let (claimant, ask) = claim(guarantee);
         for given in [
-            with_body(doubted(AT_MOST_ONCE, OTHER_TOKEN, 2), body(8)),
-            with_body(reconciling_attempt(OTHER_TOKEN, 2), body(8)),
-            with_expired_lease(with_body(reconciling_attempt(OTHER_TOKEN, 2), body(8))),
-            rejected(1, body(8)),
-            Marker::Done(body(8)),
+            with_fingerprint(doubted(AT_MOST_ONCE, OTHER_TOKEN, 2), fingerprint(8)),
+            with_fingerprint(reconciling_attempt(OTHER_TOKEN, 2), fingerprint(8)),
+            with_expired_lease(with_fingerprint(
+                reconciling_attempt(OTHER_TOKEN, 2),
+                fingerprint(8),
+            )),
+            rejected(1, fingerprint(8)),
+            Marker::Done(fingerprint(8)),
         ] {
-            let operation = (claimant.body(body(7)), ask);
+            let operation = (claimant.fingerprint(fingerprint(7)), ask);
             rows.push(row(
                 "claim: another fingerprint, in doubt, rejected or done",
                 given,
@@ -402,16 +411,20 @@ pub async fn another_body_conflicts_with_an_in_doubt_rejected_or_done_id(store: 
     check_rows(&*store, &rows).await;
 }
 
-/// The same body is no conflict, and neither is a body that cannot be compared: a claim without a
-/// fingerprint, or a marker without one, such as the bare `1` of another program.
+/// A claim does not conflict if it has the same fingerprint as the marker, or if one of the two has
+/// no fingerprint, such as the marker `1` of another program.
 pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         let (claimant, ask) = claim(guarantee);
-        for (first, second) in [(body(7), body(7)), (None, body(7)), (body(7), None)] {
-            let operation = (claimant.body(second), ask);
-            let taken = with_body(reconciling_attempt(OWN_TOKEN, 3), second);
-            let doubted = with_body(doubted(AT_MOST_ONCE, OTHER_TOKEN, 2), first);
+        for (first, second) in [
+            (fingerprint(7), fingerprint(7)),
+            (None, fingerprint(7)),
+            (fingerprint(7), None),
+        ] {
+            let operation = (claimant.fingerprint(second), ask);
+            let taken = with_fingerprint(reconciling_attempt(OWN_TOKEN, 3), second);
+            let doubted = with_fingerprint(doubted(AT_MOST_ONCE, OTHER_TOKEN, 2), first);
             rows.push(row(
                 "claim: in doubt, no other fingerprint",
                 doubted,
@@ -441,10 +454,10 @@ pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
 /// Fingerprints from 0 to the largest are stored without truncation.
 pub async fn all_fingerprints_are_distinguished(store: Arc<dyn Store>) {
     const LARGEST: u64 = Fingerprint::LIMIT - 1;
-    let bodies = [0, 1, 42, 1 << 53, (1 << 53) + 1, LARGEST - 1, LARGEST].map(body);
+    let bodies = [0, 1, 42, 1 << 53, (1 << 53) + 1, LARGEST - 1, LARGEST].map(fingerprint);
     let done = key("done");
     for first in bodies {
-        let claimant = |body| Claimant::new(AT_MOST_ONCE, Token(1), 1).body(body);
+        let claimant = |body| Claimant::new(AT_MOST_ONCE, Token(1), 1).fingerprint(body);
         assert!(matches!(
             verdicts(&*store, &[claimant(first).operation(Ask::Complete, &done)]).await[0],
             Verdict::Done { .. }

@@ -7,12 +7,12 @@ use oncegate_core::{Key, Store};
 use tokio::sync::Barrier;
 
 use crate::laws::fixtures::{
-    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, DONE, EFFECTIVELY_ONCE, OTHER_TOKEN, OWN_TOKEN,
-    SHORT, SLACK, TAKEN_OVER, granted, key, verdict, verdicts,
+    AT_MOST_ONCE, BOTH_GUARANTEES, CLOCK_TOLERANCE, CRASHED_ONCE, Claimant, DONE, EFFECTIVELY_ONCE,
+    OTHER_TOKEN, OWN_TOKEN, SHORT_LEASE, TAKEN_OVER, granted, key, verdict, verdicts,
 };
 
-/// The store and its handle for renewals: two connections, like two processes. The store twice if it
-/// has no such handle.
+/// The store and its handle for renewals, which has a connection of its own, like another process.
+/// A store without such a handle is returned twice.
 pub(crate) fn handles(store: &Arc<dyn Store>) -> [Arc<dyn Store>; 2] {
     [
         store.clone(),
@@ -55,8 +55,8 @@ fn count(received: &[Verdict], is_counted: impl Fn(&Verdict) -> bool) -> usize {
         .count()
 }
 
-/// Of a hundred concurrent claims of a new id one is granted and all others are busy; in
-/// [`Guarantee::Bare`] they are duplicates.
+/// Of a hundred concurrent claims of a new id one is granted; all others receive `Busy`, or
+/// `Duplicate` in [`Guarantee::Bare`].
 pub async fn of_a_hundred_simultaneous_claims_one_is_granted(store: Arc<dyn Store>) {
     for guarantee in [AT_MOST_ONCE, EFFECTIVELY_ONCE, Guarantee::Bare] {
         for round in 0..5 {
@@ -90,13 +90,13 @@ pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>)
                 verdict(
                     &*store,
                     Claimant::new(guarantee, OWN_TOKEN, 0)
-                        .lease(SHORT)
+                        .lease(SHORT_LEASE)
                         .claim(&key)
                 )
                 .await,
                 granted(1)
             );
-            tokio::time::sleep(SHORT + SLACK).await;
+            tokio::time::sleep(SHORT_LEASE + CLOCK_TOLERANCE).await;
             let received = a_hundred_at_once(&store, |token| {
                 Claimant::new(guarantee, token, 0).claim(&key)
             })
@@ -111,8 +111,8 @@ pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>)
     }
 }
 
-/// Of a hundred concurrent claims of an id in doubt exactly one receives [`Verdict::InDoubt`], and all
-/// others are busy.
+/// Of a hundred concurrent claims of an id in doubt exactly one receives [`Verdict::InDoubt`]; all
+/// others receive `Busy`.
 pub async fn of_a_hundred_simultaneous_claims_of_a_doubt_one_reconciles(store: Arc<dyn Store>) {
     for round in 0..5 {
         let key = key(format!("k{round}"));
@@ -147,13 +147,13 @@ pub async fn of_a_hundred_simultaneous_claims_of_a_doubt_one_reconciles(store: A
 pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
     let handle = handles(&store)[1].clone();
     let claim = |guarantee, key: &Key| Claimant::new(guarantee, OWN_TOKEN, 1).claim(key);
-    let keys = BOTH.map(|guarantee| (guarantee, key(format!("{guarantee:?}"))));
+    let keys = BOTH_GUARANTEES.map(|guarantee| (guarantee, key(format!("{guarantee:?}"))));
     for (guarantee, key) in &keys {
         assert_eq!(verdict(&*store, claim(*guarantee, key)).await, granted(1));
     }
     let handle_keys = keys.clone();
     let renewals = std::thread::spawn(move || {
-        // As in the consumer: the handle is used only on the runtime of this thread.
+        // As in the consumer, only the runtime of this thread uses the handle.
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()

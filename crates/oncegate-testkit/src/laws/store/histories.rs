@@ -15,9 +15,9 @@ use proptest::sample::select;
 use proptest::strategy::ValueTree;
 use tokio::task::JoinSet;
 
-use crate::laws::fixtures::{LONG, key};
+use crate::laws::fixtures::{LONG_LEASE, key};
 use crate::laws::possible_markers::{PossibleMarkers, UnexpectedVerdict, timed_answers};
-use crate::laws::random::{repeat, runner, seeds};
+use crate::laws::random::{repeat_hint, runner, seeds};
 use crate::laws::rows::probe_operations;
 
 /// The default number of histories in a run.
@@ -29,8 +29,8 @@ const MAX_STEPS: usize = 16;
 /// How long a failing history is shortened before it is printed.
 const SHORTENING_TIME: Duration = Duration::from_secs(10);
 
-/// Random histories of batches and waits: after each batch, verdicts and marker equal those of the
-/// reference, by the store's own clock.
+/// In random histories of batches and waits, the verdicts and the markers after each batch equal
+/// those of `marker::apply`, by the store's own clock.
 ///
 /// Checking a marker changes it, so a key cannot be used after its check. Therefore a history of n
 /// batches runs on n keys: key i is in the first i batches and is checked after them.
@@ -44,7 +44,7 @@ pub async fn random_histories_match_the_reference(store: Arc<dyn Store>) {
         while running.len() < CONCURRENT_HISTORIES {
             let seed = match seeds.next() {
                 Some(seed) => seed,
-                // A verdict may be missing by chance: use further seeds.
+                // A kind of verdict may be missing by chance: use further seeds.
                 None if is_full_run && extra < 10 * HISTORIES && !has_all_verdicts(&seen) => {
                     extra += 1;
                     last_seed.wrapping_add(1)
@@ -65,14 +65,14 @@ pub async fn random_histories_match_the_reference(store: Arc<dyn Store>) {
             (seed, Err(why)) => {
                 running.shutdown().await;
                 let (steps, why) = shorten(&*store, seed, why).await;
-                panic!("{why}\n{}\nafter {steps:#?}", repeat(seed));
+                panic!("{why}\n{}\nafter {steps:#?}", repeat_hint(seed));
             }
         }
     }
-    // The histories must produce every verdict; otherwise they test too little.
+    // Histories that do not produce every kind of verdict test too little.
     assert!(
         !is_full_run || has_all_verdicts(&seen),
-        "only {seen:?} were seen"
+        "the histories produced only the verdicts {seen:?}"
     );
 }
 
@@ -123,8 +123,8 @@ enum Step {
     Wait(Duration),
 }
 
-/// An operation whose missing fields are taken from the expected marker, so that it often has an
-/// effect.
+/// An operation that takes token, attempt and marker from the expected marker, so that it often
+/// changes something.
 #[derive(Clone, Debug)]
 struct PlannedOperation {
     ask: AskChoice,
@@ -133,26 +133,35 @@ struct PlannedOperation {
     terms: Terms,
 }
 
+/// The kind of a [`PlannedOperation`].
 #[derive(Clone, Debug)]
 enum AskChoice {
     This(Ask),
+    /// Forgets the expected marker.
     ForgetCurrent,
+    /// Redrives the expected marker.
     RedriveCurrent(Effect),
 }
 
+/// The token of a [`PlannedOperation`].
 #[derive(Clone, Debug)]
 enum TokenChoice {
     Holder,
     Any(Token),
 }
 
+/// The attempt of a [`PlannedOperation`].
 #[derive(Clone, Debug)]
 enum AttemptChoice {
+    /// The attempt in the expected marker.
     OfHolder,
+    /// The attempt after that of the expected marker.
     Next,
+    /// `u32::MAX`.
     Last,
 }
 
+/// The history with this seed, as a tree whose values proptest can shorten.
 fn history(seed: u64) -> impl ValueTree<Value = Vec<Step>> {
     // These strategies never reject a value.
     vec(step(), 1..=MAX_STEPS)
@@ -196,7 +205,7 @@ fn random_operation() -> impl Strategy<Value = PlannedOperation> {
 fn terms() -> impl Strategy<Value = Terms> {
     const SECOND: Duration = Duration::from_secs(1);
     let guarantee = prop_oneof![3 => Just(Guarantee::AtMostOnce), 3 => Just(Guarantee::EffectivelyOnce), 1 => Just(Guarantee::Bare)];
-    let lease = select(vec![Duration::from_millis(40), LONG]);
+    let lease = select(vec![Duration::from_millis(40), LONG_LEASE]);
     let window = select(vec![SECOND / 4, SECOND, 600 * SECOND]);
     let bodies = vec![
         None,
@@ -263,7 +272,7 @@ impl PlannedOperation {
 /// Runs a history and returns the verdicts that occurred.
 ///
 /// # Errors
-/// The first reply that the reference cannot give.
+/// A text about the first reply that `marker::apply` cannot give.
 async fn run_history(
     store: &dyn Store,
     name: &str,
@@ -278,7 +287,7 @@ async fn run_history(
         .map(|it| (key(format!("{name}.{it}")), PossibleMarkers::new(start)))
         .collect();
     let mut seen = HashSet::new();
-    // The keys before this one are checked, so they are in no further batch.
+    // The markers of the keys before this index were checked, so no further batch contains them.
     let mut next_to_check = 0;
     for (number, step) in steps.iter().enumerate() {
         let operations = match step {
@@ -307,11 +316,11 @@ async fn run_history(
                 .map_err(|why| format!("step {number}: {why}"))?,
         );
         let (key, markers) = &keys[next_to_check];
-        let check = probe_operations(key, &markers.marker())
+        let probes = probe_operations(key, &markers.marker())
             .into_iter()
             .map(|(operation, _)| (next_to_check, operation))
             .collect();
-        send_batch(store, &mut keys, check)
+        send_batch(store, &mut keys, probes)
             .await
             .map_err(|why| format!("reading the marker after step {number}: {why}"))?;
         next_to_check += 1;
@@ -323,7 +332,7 @@ async fn run_history(
 /// Returns the verdicts.
 ///
 /// # Errors
-/// The first reply that the reference cannot give.
+/// A text about the first reply that `marker::apply` cannot give.
 async fn send_batch(
     store: &dyn Store,
     keys: &mut [(Key, PossibleMarkers)],

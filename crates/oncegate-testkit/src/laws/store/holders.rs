@@ -8,14 +8,16 @@ use oncegate_core::marker::{
 };
 
 use crate::laws::fixtures::{
-    AT_MOST_ONCE, BOTH, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE,
-    HOLDER_OPERATIONS, LONG, OTHER_TOKEN, OWN_TOKEN, WINDOW, body, cleared, doubted, granted, hold,
-    reconciling_attempt, rejected, running, with_body, with_expired_lease,
+    AT_MOST_ONCE, BOTH_GUARANTEES, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE,
+    EFFECTIVELY_ONCE, HOLDER_OPERATIONS, LONG_LEASE, OTHER_TOKEN, OWN_TOKEN, WINDOW, cleared,
+    doubted, fingerprint, granted, hold, reconciling_attempt, rejected, running,
+    with_expired_lease, with_fingerprint,
 };
-use crate::laws::rows::{Row, check_rows, row};
+use crate::laws::rows::{OperationRow, check_rows, row};
 
 const EFFECTS: [Effect; 2] = [Effect::Nothing, Effect::Unknown];
 const FINDINGS: [Finding; 2] = [Finding::Happened, Finding::DidNotHappen];
+/// Markers of ids that no claim holds and that are not settled.
 const FREE: [Marker; 2] = [
     Marker::Absent,
     Marker::Cleared {
@@ -28,24 +30,25 @@ fn own_operation(guarantee: Guarantee, ask: Ask, attempt: u32) -> (Claimant, Ask
     (Claimant::new(guarantee, OWN_TOKEN, attempt), ask)
 }
 
-/// The holder of attempt 2 with changed settings: its marker keeps the terms of its claim.
+/// The operation of the holder of attempt 2 after its settings have changed. The marker must keep
+/// the terms of the claim.
 fn on_other_terms(ask: Ask) -> [(Claimant, Ask); 2] {
-    BOTH.map(|guarantee| {
+    BOTH_GUARANTEES.map(|guarantee| {
         (
             Claimant::new(guarantee, OWN_TOKEN, 2)
-                .lease(LONG / 2)
+                .lease(LONG_LEASE / 2)
                 .window(WINDOW / 2)
-                .body(body(8)),
+                .fingerprint(fingerprint(8)),
             ask,
         )
     })
 }
 
-/// The holder renews while it runs or reconciles, also after its lease expired, as long as the id
-/// was not claimed.
+/// The holder renews while it runs or reconciles, also after its lease has expired, as long as no
+/// other claim has taken the id over.
 pub async fn the_holder_renews(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         for given in [
             running(guarantee, OWN_TOKEN, 2),
             with_expired_lease(running(guarantee, OWN_TOKEN, 2)),
@@ -74,11 +77,11 @@ pub async fn the_holder_renews(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// The holder completes, also after its lease expired, as long as the id was not claimed. The
-/// fingerprint is kept.
+/// The holder completes, also after its lease has expired, as long as no other claim has taken the
+/// id over. The marker keeps the fingerprint.
 pub async fn the_holder_completes(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         for given in [
             running(guarantee, OWN_TOKEN, 2),
             with_expired_lease(running(guarantee, OWN_TOKEN, 2)),
@@ -91,24 +94,24 @@ pub async fn the_holder_completes(store: Arc<dyn Store>) {
                 Marker::Done(None),
             ));
             let (claimant, ask) = own_operation(guarantee, Ask::Complete, 2);
-            let operation = (claimant.body(body(7)), ask);
+            let operation = (claimant.fingerprint(fingerprint(7)), ask);
             rows.push(row(
                 "complete: in progress, own token",
-                with_body(given, body(7)),
+                with_fingerprint(given, fingerprint(7)),
                 operation,
                 DONE,
-                Marker::Done(body(7)),
+                Marker::Done(fingerprint(7)),
             ));
         }
     }
     check_rows(&*store, &rows).await;
 }
 
-/// Any token completes a doubt: only a holder completes, and a known outcome replaces an unknown
-/// one.
+/// Any token completes a doubt: a completion comes only from a claim that was granted, and its
+/// known outcome replaces the unknown one.
 pub async fn any_token_completes_a_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         for given in [
             doubted(guarantee, OWN_TOKEN, 1),
             doubted(guarantee, OTHER_TOKEN, 5),
@@ -128,16 +131,16 @@ pub async fn any_token_completes_a_doubt(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// A repeated completion is done and keeps the first fingerprint.
+/// A repeated completion has the verdict `Done` and keeps the first fingerprint.
 pub async fn completing_again_is_done(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
-        for given in [Marker::Done(None), Marker::Done(body(7))] {
+    for guarantee in BOTH_GUARANTEES {
+        for given in [Marker::Done(None), Marker::Done(fingerprint(7))] {
             let (claimant, ask) = own_operation(guarantee, Ask::Complete, 1);
             rows.push(row(
                 "complete: done",
                 given,
-                (claimant.body(body(8)), ask),
+                (claimant.fingerprint(fingerprint(8)), ask),
                 DONE,
                 given,
             ));
@@ -146,10 +149,10 @@ pub async fn completing_again_is_done(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// Completing an absent marker is done and reports that the marker was lost.
+/// Completing a free marker has the verdict `Done`, which reports that the claim's marker was lost.
 pub async fn completing_a_lost_marker_reports_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         let operation = own_operation(guarantee, Ask::Complete, 1);
         rows.extend(FREE.map(|given| {
             row(
@@ -167,7 +170,7 @@ pub async fn completing_a_lost_marker_reports_it(store: Arc<dyn Store>) {
 /// Clearing a first attempt of which nothing happened deletes the marker.
 pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         for given in [
             running(guarantee, OWN_TOKEN, 1),
             with_expired_lease(running(guarantee, OWN_TOKEN, 1)),
@@ -185,8 +188,8 @@ pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// A later attempt, and one whose outcome is unknown, keeps its number when it is cleared, because
-/// it is a fencing token.
+/// Clearing a later attempt, or one whose outcome is unknown, keeps its number, because the number
+/// is a fencing token.
 pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
     let name = "clear: in progress, own token, attempt > 1 or unknown";
     let clears = |guarantee, effect, attempt| {
@@ -211,11 +214,11 @@ pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// A grant whose handler was not started is withdrawn as if it had not been granted: the attempts
-/// that are left and the unknown outcome of earlier ones are unchanged. A free marker is unchanged.
+/// Withdrawing a grant whose handler was not started leaves the same number of attempts as before
+/// the grant, and keeps the unknown outcome of earlier attempts. It does not change a free marker.
 pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         let first = running(guarantee, OWN_TOKEN, 1);
         rows.push(row(
             "withdraw: in progress, own token, attempt 1",
@@ -224,7 +227,7 @@ pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
             Verdict::Applied,
             Marker::Absent,
         ));
-        // In at most once an unknown outcome is not granted.
+        // In at most once no claim of an id with an unknown outcome is granted.
         for earlier in EFFECTS
             .into_iter()
             .filter(|earlier| *earlier == Effect::Nothing || guarantee == EFFECTIVELY_ONCE)
@@ -264,7 +267,8 @@ pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// In at most once an unknown outcome becomes a doubt and is never cleared.
+/// In at most once a clear with an unknown outcome is refused: the holder must doubt the id
+/// instead.
 pub async fn an_unknown_outcome_is_not_cleared_in_at_most_once(store: Arc<dyn Store>) {
     let rows = [1, 4].map(|attempt| {
         let given = running(AT_MOST_ONCE, OWN_TOKEN, attempt);
@@ -279,10 +283,10 @@ pub async fn an_unknown_outcome_is_not_cleared_in_at_most_once(store: Arc<dyn St
     check_rows(&*store, &rows).await;
 }
 
-/// A free marker is unchanged.
+/// Clearing a free marker is `Applied` and does not change it.
 pub async fn clearing_a_free_marker_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         for effect in EFFECTS {
             let operation = own_operation(guarantee, Ask::Clear(effect), 1);
             rows.extend(FREE.map(|given| {
@@ -299,13 +303,14 @@ pub async fn clearing_a_free_marker_changes_nothing(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// In at most once a rejected id is kept, with the fingerprint of the rejected body.
+/// In at most once a rejection writes a rejected marker with the fingerprint of the body.
 pub async fn a_rejection_is_kept_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for effect in EFFECTS {
-        for fingerprint in [None, body(7)] {
+        for fingerprint in [None, fingerprint(7)] {
             for attempt in [1, 2, 3] {
-                let given = with_body(running(AT_MOST_ONCE, OWN_TOKEN, attempt), fingerprint);
+                let given =
+                    with_fingerprint(running(AT_MOST_ONCE, OWN_TOKEN, attempt), fingerprint);
                 let operation = own_operation(AT_MOST_ONCE, Ask::Reject(effect), attempt);
                 rows.push(row(
                     "reject: in progress, own token, at most once",
@@ -330,7 +335,7 @@ pub async fn a_rejection_is_kept_in_at_most_once(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// In effectively once a rejection is a clear.
+/// In effectively once a rejection changes the marker as a clear does.
 pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
     let name = "reject: in progress, own token, effectively once";
     let guarantee = EFFECTIVELY_ONCE;
@@ -366,16 +371,16 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// The holder doubts an id that it ran or reconciled: then no consumer reconciles it, and the other
-/// fields of the hold are unchanged.
+/// The holder doubts an id that it runs or reconciles: the doubt then waits for a reconciler, and
+/// the hold is unchanged.
 pub async fn the_holder_marks_the_id_in_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         let operation = own_operation(guarantee, Ask::Doubt, 2);
         for given in [
             running(guarantee, OWN_TOKEN, 2),
             doubted(guarantee, OWN_TOKEN, 2),
-            with_body(running(guarantee, OWN_TOKEN, 2), body(7)),
+            with_fingerprint(running(guarantee, OWN_TOKEN, 2), fingerprint(7)),
         ] {
             let becomes = match given {
                 Marker::InProgress(hold) | Marker::InDoubt(hold, _) => waiting(hold),
@@ -418,7 +423,7 @@ fn waiting(hold: Hold) -> Marker {
 /// decreases.
 pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         for (given, attempt, fence) in [
             (Marker::Absent, 1, Attempts::none_counted(1)),
             (Marker::Absent, 4, Attempts::none_counted(4)),
@@ -436,7 +441,7 @@ pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
                 becomes,
             ));
         }
-        // A late or repeated doubt: the operator has freed the id since.
+        // A late or repeated doubt of an attempt that an operator has redriven since.
         let freed = Marker::Cleared {
             attempts: Attempts::none_counted(3),
             effect: Effect::Nothing,
@@ -452,10 +457,11 @@ pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// A resolved doubt is done if the effect happened, and free with its attempt if it did not.
+/// Resolving a doubt writes a done marker if the effect happened, and a cleared marker with the
+/// same attempts if it did not.
 pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         for given in [
             doubted(guarantee, OWN_TOKEN, 2),
             reconciling_attempt(OWN_TOKEN, 2),
@@ -487,8 +493,8 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
                 becomes,
             ));
         }
-        // A marker in progress is not resolved, and a doubt is neither cleared nor rejected, not
-        // even by its holder.
+        // `Resolve` does not change a marker in progress. `Clear` and `Reject` do not change a
+        // doubt, even if they come from its holder.
         let given = running(guarantee, OWN_TOKEN, 2);
         rows.extend(FINDINGS.map(|finding| {
             row(
@@ -538,18 +544,19 @@ fn all_seen() -> Vec<Marker> {
         doubted(AT_MOST_ONCE, OWN_TOKEN, 3),
         doubted(EFFECTIVELY_ONCE, OTHER_TOKEN, 3),
         reconciling_attempt(OTHER_TOKEN, 3),
-        with_body(reconciling_attempt(OTHER_TOKEN, 3), body(7)),
+        with_fingerprint(reconciling_attempt(OTHER_TOKEN, 3), fingerprint(7)),
         rejected(3, None),
         rejected(4, None),
-        rejected(3, body(7)),
+        rejected(3, fingerprint(7)),
         Marker::Done(None),
-        Marker::Done(body(7)),
+        Marker::Done(fingerprint(7)),
     ]
 }
 
-/// An operator redrives a rejected id, an id that failed too often and, after stating the
-/// outcome, an id in doubt, if the marker is unchanged; never one that is in progress or done. The
-/// attempt number continues above every known number, and all of `max_attempts` are left.
+/// An operator redrives a rejected or cleared id and, after stating the outcome, an id in doubt, if
+/// the marker is still the one that the operator has read. A redrive of an id in progress needs an
+/// expired lease, and the stated outcome if a guarantee is at most once. A done id is not redriven.
+/// The attempt number continues above every known number, and all of `max_attempts` are left.
 pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (guarantee, stated, known) in [
@@ -596,8 +603,8 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
                     known,
                 );
                 rows.push(match freed(&seen) {
-                    // A marker in progress is not redriven; one that was redriven already is
-                    // kept.
+                    // `Redrive` refuses a marker whose lease is valid. It is also `Applied` if the
+                    // marker already is the result.
                     Some(becomes)
                         if given == becomes
                             || (given == seen && !matches!(given, Marker::InProgress(_))) =>
@@ -663,8 +670,9 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// An operator forgets a completed id, if the marker is unchanged, and nothing else. The attempt
-/// number continues above the known attempt, or above [`UNKNOWN_ATTEMPT`].
+/// An operator forgets only a completed id, and only if its marker is still the one that the
+/// operator has read. The attempt number continues above the known attempt, or above
+/// [`UNKNOWN_ATTEMPT`].
 pub async fn forgetting_requires_the_expected_done_marker(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (guarantee, known) in [(AT_MOST_ONCE, 0), (EFFECTIVELY_ONCE, 7)] {
@@ -700,7 +708,8 @@ pub async fn forgetting_requires_the_expected_done_marker(store: Arc<dyn Store>)
     check_rows(&*store, &rows).await;
 }
 
-/// The unknown outcome of an earlier attempt is kept, although a later attempt did nothing.
+/// The marker keeps the unknown outcome of an earlier attempt, although a later attempt reports
+/// that nothing happened.
 pub async fn an_unknown_outcome_stays_unknown(store: Arc<dyn Store>) {
     let guarantee = EFFECTIVELY_ONCE;
     let attempts = Attempts {
@@ -716,7 +725,7 @@ pub async fn an_unknown_outcome_stays_unknown(store: Arc<dyn Store>) {
     let all = EFFECTS
         .into_iter()
         .flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)]);
-    let rows: Vec<Row> = all
+    let rows: Vec<OperationRow> = all
         .map(|ask| {
             row(
                 "clear, reject: an earlier outcome is unknown",
@@ -730,11 +739,11 @@ pub async fn an_unknown_outcome_stays_unknown(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// Another claim completes, renews, clears, rejects, doubts and resolves nothing: neither another
-/// token with the same attempt, nor the same token with another attempt. A settled id is unchanged.
+/// An operation with another token and the same attempt, or with the same token and another
+/// attempt, is refused and changes nothing. So is an operation of a holder on a settled id.
 pub async fn another_token_or_attempt_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         let others = [
             (OTHER_TOKEN, 2),
             (OWN_TOKEN, 1),
@@ -779,12 +788,12 @@ pub async fn another_token_or_attempt_changes_nothing(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// Whether the marker belongs to this claim: [`OWN_TOKEN`], attempt 2.
+/// Whether the claim with [`OWN_TOKEN`] and attempt 2 holds the marker.
 fn is_own(marker: &Marker) -> bool {
     matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == OWN_TOKEN && hold.attempts.number == 2)
 }
 
-/// Whether the table has a row other than "anything else" for this operation.
+/// Whether another law has a row for this operation on this marker.
 fn has_a_row_of_its_own(ask: Ask, given: &Marker, guarantee: Guarantee) -> bool {
     match given {
         Marker::Absent | Marker::Cleared { .. } => match ask {
@@ -797,8 +806,8 @@ fn has_a_row_of_its_own(ask: Ask, given: &Marker, guarantee: Guarantee) -> bool 
     }
 }
 
-/// In [`Guarantee::Bare`] a claim of an absent id writes a done marker, any failure deletes it, and
-/// nothing else is checked.
+/// In [`Guarantee::Bare`] a claim of an absent id writes a done marker, the operation after a
+/// failure deletes it, and no token is compared.
 pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
     let bare = |ask| own_operation(Guarantee::Bare, ask, 1);
     let all = [
@@ -809,9 +818,9 @@ pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
         reconciling_attempt(OWN_TOKEN, 2),
         rejected(1, None),
         Marker::Done(None),
-        Marker::Done(body(7)),
+        Marker::Done(fingerprint(7)),
     ];
-    let mut rows: Vec<Row> = Vec::new();
+    let mut rows: Vec<OperationRow> = Vec::new();
     for given in all {
         rows.push(match given {
             Marker::Absent => row(

@@ -13,8 +13,8 @@ use crate::laws::fixtures::{
 /// Ids as producers write them, and unusual ones.
 fn ids() -> Vec<Vec<u8>> {
     let mut ids: Vec<Vec<u8>> = [
-        // Ids that a store may take for a number, a pattern, another case, a space or a reserved
-        // name.
+        // Ids that a store may mistake for a number, a pattern, a path, a reserved name, or the
+        // same id in another case.
         "pay-42",
         "PAY-42",
         "pay_42",
@@ -125,8 +125,9 @@ fn ids() -> Vec<Vec<u8>> {
     ids
 }
 
-/// Each of the unusual ids has its own marker: a number, a case, a pattern, a path, RESP
-/// inside, a NUL, bytes that are not UTF-8, 10 MiB, two normal forms of one text.
+/// Each of the unusual ids has its own marker: numbers, letters that differ in case, patterns,
+/// paths, Redis commands, NUL, bytes that are not UTF-8, 10 MiB, two Unicode normal forms of one
+/// text.
 pub async fn ids_of_every_kind_stay_distinct(store: Arc<dyn Store>) {
     let ids = ids();
     assert_eq!(
@@ -141,7 +142,8 @@ pub async fn ids_of_every_kind_stay_distinct(store: Arc<dyn Store>) {
     check_distinct_markers(&*store, keys).await;
 }
 
-/// The same id in several scopes has a marker in each, and no id reaches into another scope.
+/// The same id in several scopes has a marker in each, and no id has the key of an id in another
+/// scope.
 pub async fn scopes_stay_distinct(store: Arc<dyn Store>) {
     let scopes = ["a", "A", "a:", "a:b", "b", "ab", "1"]
         .map(|name| Scope::named(name).expect("a name in the alphabet"));
@@ -155,10 +157,11 @@ pub async fn scopes_stay_distinct(store: Arc<dyn Store>) {
     check_distinct_markers(&*store, scoped).await;
 }
 
-/// Completes each key with its own fingerprint and checks that each still has it after all others.
+/// Completes each key with a different fingerprint, and checks after all completions that each key
+/// still has its own.
 async fn check_distinct_markers(store: &dyn Store, keys: Vec<Key>) {
     let claimant = |it: usize| {
-        Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).body(Some(Fingerprint::new(it as u64)))
+        Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).fingerprint(Some(Fingerprint::new(it as u64)))
     };
     let every = |ask: &dyn Fn(usize, &Key) -> Operation| -> Vec<Operation> {
         keys.iter()
@@ -171,7 +174,7 @@ async fn check_distinct_markers(store: &dyn Store, keys: Vec<Key>) {
             assert_eq!(received, expected, "{}", key.as_str());
         }
     };
-    // One at a time: each is new although all before it exist.
+    // One at a time: each key has no marker although all earlier ones have one.
     for (it, key) in keys.iter().enumerate() {
         let received = verdicts(store, &[claimant(it).operation(Ask::Complete, key)]).await;
         assert_eq!(
@@ -194,9 +197,9 @@ async fn check_distinct_markers(store: &dyn Store, keys: Vec<Key>) {
         .await,
         Verdict::Applied,
     );
-    // All at once: all are free again, and none affects another.
+    // All in one batch: all keys are free again, and no claim affects another key.
     let another = |it: usize| {
-        Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0).body(claimant(it).terms.fingerprint)
+        Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0).fingerprint(claimant(it).terms.fingerprint)
     };
     let after_forget = Attempts {
         number: 2,

@@ -1,4 +1,4 @@
-//! A lease expires by the store's clock.
+//! When a lease expires, by the store's clock.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,17 +7,17 @@ use oncegate_core::marker::{Ask, Attempts, Marker, Operation, Token, Verdict};
 use oncegate_core::{Guarantee, Key, Store};
 
 use crate::laws::fixtures::{
-    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, EFFECTIVELY_ONCE, LONG, OTHER_TOKEN, OWN_TOKEN,
-    SHORT, SLACK, TAKEN_OVER, granted, key, verdict, verdicts,
+    AT_MOST_ONCE, BOTH_GUARANTEES, CLOCK_TOLERANCE, CRASHED_ONCE, Claimant, EFFECTIVELY_ONCE,
+    LONG_LEASE, OTHER_TOKEN, OWN_TOKEN, SHORT_LEASE, TAKEN_OVER, granted, key, verdict, verdicts,
 };
 
 /// Long enough to send many claims within it on a busy machine.
 const LEASE: Duration = Duration::from_millis(300);
 
-/// A lease is valid for its duration and is then given to the next claim. `Busy` contains the
-/// remaining time, and a claim after that time is not busy again.
+/// A lease is valid for its duration; then the next claim takes it over. `Busy` contains the
+/// remaining time, and a claim after that time does not receive `Busy` again.
 pub async fn a_lease_ends_after_its_duration(store: Arc<dyn Store>) {
-    for guarantee in BOTH {
+    for guarantee in BOTH_GUARANTEES {
         let key = key(format!("{guarantee:?}"));
         let before = Instant::now();
         let holder = Claimant::new(guarantee, OWN_TOKEN, 1).lease(LEASE);
@@ -37,38 +37,38 @@ pub async fn a_lease_ends_after_its_duration(store: Arc<dyn Store>) {
             let Verdict::Busy { remaining } = received else {
                 assert_eq!(received, taken, "after {:?}", before.elapsed());
                 assert!(
-                    answered - before + SLACK > LEASE,
+                    answered - before + CLOCK_TOLERANCE > LEASE,
                     "taken over after {:?} of {LEASE:?}",
                     answered - before
                 );
                 break;
             };
-            let least = LEASE.saturating_sub(answered - before + SLACK);
-            let most = LEASE.saturating_sub(sent - claimed) + SLACK;
+            let least = LEASE.saturating_sub(answered - before + CLOCK_TOLERANCE);
+            let most = LEASE.saturating_sub(sent - claimed) + CLOCK_TOLERANCE;
             assert!(
                 (least..=most).contains(&remaining),
                 "the store reports {remaining:?} remaining, not {least:?} to {most:?}"
             );
             assert!(
-                sent - claimed < LEASE + SLACK,
+                sent - claimed < LEASE + CLOCK_TOLERANCE,
                 "still busy {:?} after a claim for {LEASE:?}",
                 sent - claimed
             );
             busy_count += 1;
-            // The first claims at short intervals, then after the remaining time that the store
-            // reports.
+            // The first five claims follow at short intervals, the others after the remaining time
+            // that the store reports.
             tokio::time::sleep(if busy_count < 5 {
                 LEASE / 10
             } else {
-                remaining + SLACK
+                remaining + CLOCK_TOLERANCE
             })
             .await;
         }
     }
 }
 
-/// Renewing, repeating the claim with the same token, and repeating the claim of the same doubt
-/// restart the lease.
+/// A renewal, a repeated claim with the same token, and a repeated claim of the same doubt restart
+/// the lease.
 pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
     let holder = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).lease(LEASE);
     let reconciler = Claimant::new(AT_MOST_ONCE, OWN_TOKEN, 2).lease(LEASE);
@@ -115,9 +115,9 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
             Verdict::InDoubt(Attempts::none_counted(2))
         ]
     );
-    // Leases that were not renewed have expired; renewed ones have not, unless this machine was
-    // suspended or slow.
-    tokio::time::sleep(LEASE / 2 + SLACK).await;
+    // The lease that was not renewed has expired; the renewed ones have not, unless this machine
+    // was suspended or slow.
+    tokio::time::sleep(LEASE / 2 + CLOCK_TOLERANCE).await;
     let another = Claimant::new(EFFECTIVELY_ONCE, Token(3), 0);
     assert_eq!(
         verdict(&*store, another.claim(&not_renewed)).await,
@@ -131,7 +131,7 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
     ];
     let claims: Vec<Operation> = keys.into_iter().map(|key| another.claim(key)).collect();
     let received = verdicts(&*store, &claims).await;
-    if sent.elapsed() + SLACK < LEASE {
+    if sent.elapsed() + CLOCK_TOLERANCE < LEASE {
         assert!(
             received.iter().all(|it| matches!(it, Verdict::Busy { .. })),
             "{received:?} for {keys:?} after a renewal"
@@ -139,13 +139,13 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
     }
 }
 
-/// An operation without effect neither lengthens nor shortens a lease.
+/// An operation without effect does not change when a lease ends.
 pub async fn an_operation_without_effect_does_not_extend_a_lease(store: Arc<dyn Store>) {
     let holder = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).lease(LEASE);
     let key = key("k");
     assert_eq!(verdict(&*store, holder.claim(&key)).await, granted(1));
     let claimed = Instant::now();
-    let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 1).lease(LONG);
+    let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 1).lease(LONG_LEASE);
     let without_effect = [
         Ask::Renew,
         Ask::Complete,
@@ -160,21 +160,21 @@ pub async fn an_operation_without_effect_does_not_extend_a_lease(store: Arc<dyn 
         assert_eq!(received, [Verdict::Lost; 4]);
         if claimed.elapsed() < LEASE / 2 {
             let received = verdict(&*store, another.claim(&key)).await;
-            if claimed.elapsed() + SLACK > LEASE {
+            if claimed.elapsed() + CLOCK_TOLERANCE > LEASE {
                 return; // This machine was suspended: the lease may have expired.
             }
             assert!(matches!(received, Verdict::Busy { .. }), "{received:?}");
         }
         tokio::time::sleep(LEASE / 10).await;
     }
-    tokio::time::sleep((LEASE + SLACK).saturating_sub(claimed.elapsed())).await;
+    tokio::time::sleep((LEASE + CLOCK_TOLERANCE).saturating_sub(claimed.elapsed())).await;
     assert_eq!(
         verdict(&*store, another.claim(&key)).await,
         Verdict::Granted(TAKEN_OVER)
     );
 }
 
-/// The lease of a hold is that of its holder's terms, not of the reader's.
+/// A lease has the duration of its holder's terms, not of the terms of another claim.
 pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
     let terms = [
         (AT_MOST_ONCE, Verdict::InDoubt(CRASHED_ONCE)),
@@ -192,23 +192,24 @@ pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
                     .claim(&key),
             )
         };
-        let (long_held, read) = ask("short reader", LONG, Duration::from_millis(1));
-        let (short_held, long_reader) = ask("long reader", SHORT, LONG);
+        let (long_held, read) = ask("short reader", LONG_LEASE, Duration::from_millis(1));
+        let (short_held, long_reader) = ask("long reader", SHORT_LEASE, LONG_LEASE);
         assert_eq!(
             verdicts(&*store, &[long_held, short_held]).await,
             [granted(1); 2]
         );
-        tokio::time::sleep(SHORT + SLACK).await;
+        tokio::time::sleep(SHORT_LEASE + CLOCK_TOLERANCE).await;
         let received = verdicts(&*store, &[read, long_reader]).await;
         assert!(
-            matches!(received[0], Verdict::Busy { remaining } if remaining > LONG / 2),
+            matches!(received[0], Verdict::Busy { remaining } if remaining > LONG_LEASE / 2),
             "{received:?}"
         );
         assert_eq!(received[1], taken);
     }
 }
 
-/// A takeover has the lease of the new holder, and a doubt that of its reconciler.
+/// After a takeover the lease has the duration of the new holder's terms; the lease of a doubt has
+/// that of its reconciler's terms.
 pub async fn a_takeover_has_the_lease_of_the_new_holder(store: Arc<dyn Store>) {
     let takeover = |guarantee: Guarantee, holders, takers| {
         let key = key(format!("{guarantee:?}-{takers:?}"));
@@ -217,29 +218,32 @@ pub async fn a_takeover_has_the_lease_of_the_new_holder(store: Arc<dyn Store>) {
                 .lease(lease)
                 .claim(&key)
         };
-        [claimant(1, holders), claimant(2, takers), claimant(3, LONG)]
+        [
+            claimant(1, holders),
+            claimant(2, takers),
+            claimant(3, LONG_LEASE),
+        ]
     };
-    let cases = BOTH
+    let cases = BOTH_GUARANTEES
         .map(|guarantee| {
             [
-                takeover(guarantee, SHORT, LONG),
-                takeover(guarantee, SHORT, SHORT),
+                takeover(guarantee, SHORT_LEASE, LONG_LEASE),
+                takeover(guarantee, SHORT_LEASE, SHORT_LEASE),
             ]
         })
         .concat();
     let step =
         |it: usize| -> Vec<Operation> { cases.iter().map(|claims| claims[it].clone()).collect() };
     assert_eq!(verdicts(&*store, &step(0)).await, [granted(1); 4]);
-    tokio::time::sleep(SHORT + SLACK).await;
+    tokio::time::sleep(SHORT_LEASE + CLOCK_TOLERANCE).await;
     let (doubt, grant) = (Verdict::InDoubt(CRASHED_ONCE), Verdict::Granted(TAKEN_OVER));
     assert_eq!(
         verdicts(&*store, &step(1)).await,
         [doubt, doubt, grant, grant]
     );
-    tokio::time::sleep(SHORT + SLACK).await;
+    tokio::time::sleep(SHORT_LEASE + CLOCK_TOLERANCE).await;
     let received = verdicts(&*store, &step(2)).await;
-    let busy =
-        |it: usize| matches!(received[it], Verdict::Busy { remaining } if remaining > LONG / 2);
+    let busy = |it: usize| matches!(received[it], Verdict::Busy { remaining } if remaining > LONG_LEASE / 2);
     let doubt = Verdict::InDoubt(Attempts {
         number: 3,
         base: 3,

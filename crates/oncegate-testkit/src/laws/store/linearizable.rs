@@ -12,9 +12,11 @@ use oncegate_core::{Key, Store, StoreError};
 use tokio::sync::Barrier;
 
 use super::concurrency::handles;
-use crate::laws::fixtures::{BOTH, Claimant, HOLDER_OPERATIONS, LONG, cleared, key, rejected};
+use crate::laws::fixtures::{
+    BOTH_GUARANTEES, Claimant, HOLDER_OPERATIONS, LONG_LEASE, cleared, key, rejected,
+};
 use crate::laws::possible_markers::{PossibleEntry, Span, timed_answers};
-use crate::laws::random::{repeat, seeds};
+use crate::laws::random::{repeat_hint, seeds};
 use crate::loses_replies::{LosesReplies, ReplyFault};
 
 /// The default number of histories in a run.
@@ -25,8 +27,9 @@ const KEYS: usize = 2;
 /// [`OperationSet`].
 const BATCHES: usize = 9;
 
-/// Six clients send operations on two keys at once; some replies are lost. The operations on each
-/// key have an order that the reference allows.
+/// Six clients send operations on two keys at once; some replies are lost. The verdicts on each key
+/// are those of `marker::apply` in an order in which each operation takes effect between its
+/// request and its reply.
 pub async fn concurrent_operations_are_linearizable(store: Arc<dyn Store>) {
     let mut undecided = 0;
     let mut histories = 0;
@@ -45,7 +48,7 @@ pub async fn concurrent_operations_are_linearizable(store: Arc<dyn Store>) {
                 Some(Linearization::Found) => {}
                 Some(Linearization::NotFound) => panic!(
                     "no order of the operations explains the verdicts; {}\n{}",
-                    repeat(seed),
+                    repeat_hint(seed),
                     render(start, &of_key)
                 ),
                 None => undecided += 1,
@@ -65,6 +68,7 @@ struct ObservedCall {
     operation: Operation,
     /// From the request to the reply, or to the end of the history if the reply was lost.
     during: Span,
+    /// `None` if the reply was lost.
     verdict: Option<Verdict>,
 }
 
@@ -98,7 +102,7 @@ async fn run_clients(store: &Arc<dyn Store>, seed: u64, keys: &[Key; KEYS]) -> V
     events
 }
 
-/// Loses one reply in ten; then all operations of the batch were applied, or a prefix.
+/// Loses one reply in ten; of that batch a random prefix of the operations is applied.
 fn loses_some_replies(store: Arc<dyn Store>, seed: u64) -> impl Store {
     let calls = AtomicU64::new(0);
     LosesReplies::new(store, move |operations: &[Operation]| {
@@ -114,13 +118,15 @@ fn loses_some_replies(store: Arc<dyn Store>, seed: u64) -> impl Store {
     })
 }
 
-/// One client. It sends operations with the token and attempt of its last grant or an earlier one,
-/// claims with known and new tokens, and the operations of an operator.
+/// One client. It sends operations with the token and attempt of one of its grants, usually the
+/// last, claims with the tokens of grants and with new tokens, and the operations of an operator.
 struct RandomClient {
     number: usize,
     random: fastrand::Rng,
     keys: [Key; KEYS],
+    /// The grants and doubts that this client has received, for each key.
     grants: [Vec<Claimant>; KEYS],
+    /// The number of tokens made so far.
     claim_count: u128,
 }
 
@@ -156,7 +162,7 @@ impl RandomClient {
             for (((index, claimant, _), operation), answer) in
                 batch.into_iter().zip(operations).zip(answers)
             {
-                // Such an operation has no place in the order: it must have had no effect.
+                // The operation must have had no effect, so it is not part of the order.
                 if matches!(answer, Err(StoreError::NotApplied(_))) {
                     continue;
                 }
@@ -218,11 +224,11 @@ impl RandomClient {
                 let lease = if self.random.u8(..3) == 0 {
                     Duration::from_millis(3)
                 } else {
-                    LONG
+                    LONG_LEASE
                 };
                 (
                     index,
-                    Claimant::new(BOTH[self.random.usize(..2)], token, 0).lease(lease),
+                    Claimant::new(BOTH_GUARANTEES[self.random.usize(..2)], token, 0).lease(lease),
                     Ask::Claim,
                 )
             }
@@ -243,8 +249,9 @@ type OperationSet = u128;
 /// The number of states after which the search stops.
 const MAX_STATES: usize = 500_000;
 
-/// Searches an order of the operations on one key that the reference allows, by the algorithm of
-/// Wing and Gong with a set of visited states. `None` if there are too many states.
+/// Searches an order of the operations on one key in which `marker::apply` gives all received
+/// verdicts, by the algorithm of Wing and Gong with a set of visited states. Returns `None` if
+/// there are more than [`MAX_STATES`].
 fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> {
     assert!(
         events.len() <= OperationSet::BITS as usize,
@@ -275,7 +282,7 @@ fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> 
                 .enumerate()
                 .filter(|(it, _)| taken & (1 << it) == 0)
         };
-        // An operation with a reply before the request of another precedes it.
+        // An operation whose reply arrived before the request of another precedes the other.
         let first_answer = outstanding()
             .filter_map(|(_, event)| event.verdict.map(|_| event.during.to))
             .min();
@@ -345,12 +352,13 @@ mod tests {
         find_order(start, &events)
     }
 
-    /// A claim takes its time, and is committed only after another client has seen no marker.
+    /// The store reads the clock for a claim, and commits it only after another client has read the
+    /// key without a marker.
     #[test]
     fn a_lease_may_begin_before_the_claim_is_committed() {
         let busy = |ms| {
             Some(Verdict::Busy {
-                remaining: LONG - Duration::from_millis(ms),
+                remaining: LONG_LEASE - Duration::from_millis(ms),
             })
         };
         let claimed = [
@@ -362,7 +370,9 @@ mod tests {
         assert_eq!(order(&then(busy(130))), Some(Linearization::NotFound));
     }
 
-    const BUSY: Option<Verdict> = Some(Verdict::Busy { remaining: LONG });
+    const BUSY: Option<Verdict> = Some(Verdict::Busy {
+        remaining: LONG_LEASE,
+    });
     const GRANTED: Option<Verdict> = Some(granted(1));
 
     #[test]

@@ -7,16 +7,19 @@ use oncegate_core::marker::{Ask, Attempts, Effect, Guarantee, Operation, Token, 
 use oncegate_core::{Key, Store};
 
 use crate::laws::fixtures::{
-    AT_MOST_ONCE, CRASHED_ONCE, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE,
-    EFFECTIVELY_ONCE, LONG, OTHER_TOKEN, OWN_TOKEN, SLACK, body, granted, key, verdict, verdicts,
+    AT_MOST_ONCE, CLOCK_TOLERANCE, CRASHED_ONCE, Claimant, DONE, DONE_WITH_LOST_MARKER,
+    DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG_LEASE, OTHER_TOKEN, OWN_TOKEN, fingerprint, granted, key,
+    verdict, verdicts,
 };
 
 /// The shortest window that settings allow.
 const MIN_WINDOW: Duration = Duration::from_secs(1);
 
-/// A key with its operations, and the expected verdict of a claim before it expires.
+/// A key, the operations that write its marker, and the verdict of a claim before the marker
+/// expires.
 struct FinishedKey {
     key: Key,
+    /// The operations that write the marker.
     setup: Vec<Operation>,
     claim: Operation,
     is_expected: fn(&Verdict) -> bool,
@@ -35,7 +38,7 @@ fn finished_key(
         .collect();
     FinishedKey {
         claim: Claimant::new(claimer, Token(99), 0)
-            .body(body(7))
+            .fingerprint(fingerprint(7))
             .claim(&key),
         key,
         setup,
@@ -43,8 +46,8 @@ fn finished_key(
     }
 }
 
-/// Markers with the window are kept for its duration and absent afterwards: done, rejected and
-/// cleared ones, and unresolved ones in effectively once. An expired marker has no holder.
+/// Done, rejected and cleared markers, and unresolved ones in effectively once, exist for the
+/// window and are absent afterwards. An operation of the holder of an expired marker is refused.
 pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
     let claimant = |of, attempt| {
         Claimant::new(of, OWN_TOKEN, attempt)
@@ -72,7 +75,7 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
         ),
         finished_key(
             "done, body",
-            &[(effectively_once.body(body(8)), Ask::Complete)],
+            &[(effectively_once.fingerprint(fingerprint(8)), Ask::Complete)],
             EFFECTIVELY_ONCE,
             |it| *it == Verdict::Conflict,
         ),
@@ -93,20 +96,20 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
         ),
         finished_key(
             "in progress",
-            &[(effectively_once.lease(LONG), Ask::Claim)],
+            &[(effectively_once.lease(LONG_LEASE), Ask::Claim)],
             EFFECTIVELY_ONCE,
             is_busy,
         ),
         finished_key(
             "in doubt",
-            &[(effectively_once.body(body(8)), Ask::Doubt)],
+            &[(effectively_once.fingerprint(fingerprint(8)), Ask::Doubt)],
             EFFECTIVELY_ONCE,
             |it| *it == Verdict::Conflict,
         ),
     ];
     let setup: Vec<Operation> = all.iter().flat_map(|it| it.setup.clone()).collect();
-    // Only a claim distinguishes a cleared marker from an absent one, and then holds it: one key
-    // for each check.
+    // Only a claim distinguishes a cleared marker from an absent one, and a claim changes the
+    // marker. So each check has a key of its own.
     let cleared: Vec<Key> = ["cleared 0", "cleared 1"].map(key).into();
     let clear = |key: &Key| {
         [
@@ -126,7 +129,7 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
     let claims: Vec<Operation> = all.iter().map(|it| it.claim.clone()).collect();
     let first = Claimant::new(EFFECTIVELY_ONCE, Token(98), 0).claim(&cleared[0]);
     let received = verdicts(&*store, &[&claims[..], &[first]].concat()).await;
-    if before.elapsed() + SLACK > MIN_WINDOW {
+    if before.elapsed() + CLOCK_TOLERANCE > MIN_WINDOW {
         return; // This machine was suspended: the markers may have expired before the check.
     }
     for (it, received) in all.iter().zip(&received) {
@@ -142,7 +145,7 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
         "cleared, within its window"
     );
 
-    tokio::time::sleep((MIN_WINDOW + SLACK).saturating_sub(written.elapsed())).await;
+    tokio::time::sleep((MIN_WINDOW + CLOCK_TOLERANCE).saturating_sub(written.elapsed())).await;
     let late = Claimant {
         attempt: 1,
         ..effectively_once
@@ -163,13 +166,13 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
     {
         assert_eq!(received, granted(1), "{name:?} after its window");
     }
-    // The holder completes after its marker expired: done, with a lost marker.
+    // A completion by the holder after its marker has expired reports a lost marker.
     let expired = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1)
-        .lease(LONG)
+        .lease(LONG_LEASE)
         .window(MIN_WINDOW);
     let key = key("late completion");
     assert_eq!(verdict(&*store, expired.claim(&key)).await, granted(1));
-    tokio::time::sleep(MIN_WINDOW + SLACK).await;
+    tokio::time::sleep(MIN_WINDOW + CLOCK_TOLERANCE).await;
     assert_eq!(
         verdict(&*store, expired.operation(Ask::Complete, &key)).await,
         DONE_WITH_LOST_MARKER
@@ -212,13 +215,13 @@ pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn
             Verdict::Lost,
             Verdict::Lost,
         ];
-        if written.elapsed() + SLACK > MIN_WINDOW {
+        if written.elapsed() + CLOCK_TOLERANCE > MIN_WINDOW {
             return; // This machine was suspended: the markers may have expired.
         }
         assert_eq!(received, expected);
         tokio::time::sleep(MIN_WINDOW / 10).await;
     }
-    tokio::time::sleep((MIN_WINDOW + SLACK).saturating_sub(written.elapsed())).await;
+    tokio::time::sleep((MIN_WINDOW + CLOCK_TOLERANCE).saturating_sub(written.elapsed())).await;
     assert_eq!(
         verdicts(&*store, &[another.claim(&done), another.claim(&rejected)]).await,
         [granted(1); 2]
@@ -228,7 +231,7 @@ pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn
 /// Every write restarts the window: a renewal, a repeated claim, a doubt, a clear, a completion.
 pub async fn every_write_restarts_the_window(store: Arc<dyn Store>) {
     let claimant = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1)
-        .lease(LONG)
+        .lease(LONG_LEASE)
         .window(MIN_WINDOW);
     let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0);
     let cases = [
@@ -253,14 +256,14 @@ pub async fn every_write_restarts_the_window(store: Arc<dyn Store>) {
         &all(&|(name, ask, _)| claimant.operation(*ask, &key(name))),
     )
     .await;
-    if before.elapsed() + SLACK > MIN_WINDOW {
+    if before.elapsed() + CLOCK_TOLERANCE > MIN_WINDOW {
         return; // This machine was suspended: the markers may have expired before they were written again.
     }
     assert_eq!(received, cases.map(|(_, _, verdict)| verdict));
     // After the first window, and within the second.
     tokio::time::sleep(MIN_WINDOW * 3 / 5).await;
     let received = verdicts(&*store, &all(&|(name, _, _)| another.claim(&key(name)))).await;
-    if sent.elapsed() + SLACK > MIN_WINDOW {
+    if sent.elapsed() + CLOCK_TOLERANCE > MIN_WINDOW {
         return;
     }
     let [renewed, again, doubted, cleared, completed] = received[..] else {
@@ -283,15 +286,15 @@ pub async fn every_write_restarts_the_window(store: Arc<dyn Store>) {
     );
 }
 
-/// An unresolved marker is kept as long as the terms of its claim say, whatever the terms of a
-/// later write: its holder renews, repeats the claim or doubts after a restart with other settings.
+/// An unresolved marker expires by the terms of its claim, whatever the terms of a later renewal,
+/// repeated claim or doubt of its holder are, for example after a restart with other settings.
 pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
-    /// The holder's terms, the terms of the repeated operation, and whether the marker is kept
-    /// after the shortest window.
+    /// The name, the terms of the claim, the terms of the later write, and whether the marker still
+    /// exists after the shortest window.
     type Case = (&'static str, Claimant, Claimant, bool);
-    let effectively_once = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).lease(LONG);
+    let effectively_once = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).lease(LONG_LEASE);
     let at_most_once = Claimant::new(AT_MOST_ONCE, OWN_TOKEN, 1)
-        .lease(LONG)
+        .lease(LONG_LEASE)
         .window(MIN_WINDOW);
     let cases: [Case; 4] = [
         (
@@ -335,11 +338,11 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
     }
     let before = Instant::now();
     let received = verdicts(&*store, &operations).await;
-    if before.elapsed() + SLACK > MIN_WINDOW {
+    if before.elapsed() + CLOCK_TOLERANCE > MIN_WINDOW {
         return; // This machine was suspended: markers with the short window may have expired before they were written again.
     }
     assert_eq!(received, expected);
-    tokio::time::sleep(MIN_WINDOW + SLACK).await;
+    tokio::time::sleep(MIN_WINDOW + CLOCK_TOLERANCE).await;
     let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0);
     let claims: Vec<Operation> = all.iter().map(|(key, ..)| another.claim(key)).collect();
     for ((key, ask, is_kept), received) in all.iter().zip(verdicts(&*store, &claims).await) {
@@ -355,8 +358,8 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
     }
 }
 
-/// An unresolved marker in at most once outlives every window: an unknown outcome on Friday is not
-/// a first delivery on Monday.
+/// An unresolved marker in at most once does not expire after the window; otherwise a redelivery
+/// after the window would start the handler although the outcome is unknown.
 pub async fn an_unresolved_at_most_once_marker_outlives_the_window(store: Arc<dyn Store>) {
     let brief = |of, token, attempt| {
         Claimant::new(of, Token(token), attempt)
@@ -385,18 +388,19 @@ pub async fn an_unresolved_at_most_once_marker_outlives_the_window(store: Arc<dy
     ];
     let before = Instant::now();
     verdicts(&*store, &setup).await;
-    tokio::time::sleep(MIN_WINDOW / 20 + SLACK).await;
-    // A takeover that doubts: from here on the marker is at most once, whichever of the two was.
+    tokio::time::sleep(MIN_WINDOW / 20 + CLOCK_TOLERANCE).await;
+    // If either the holder or the new claim is at most once, a takeover makes a doubt in at most
+    // once.
     let takeovers = [
         brief(AT_MOST_ONCE, 2, 0).claim(&taken),
         brief(EFFECTIVELY_ONCE, 2, 0).claim(&reversed),
     ];
     let received = verdicts(&*store, &takeovers).await;
-    if before.elapsed() + SLACK > MIN_WINDOW {
+    if before.elapsed() + CLOCK_TOLERANCE > MIN_WINDOW {
         return; // This machine was suspended: markers in effectively once may have expired before the takeover.
     }
     assert_eq!(received, [Verdict::InDoubt(CRASHED_ONCE); 2]);
-    tokio::time::sleep(MIN_WINDOW + SLACK).await;
+    tokio::time::sleep(MIN_WINDOW + CLOCK_TOLERANCE).await;
     let claims: Vec<Operation> = [&running, &doubted, &taken, &reversed, &renewed]
         .into_iter()
         .map(|key| brief(AT_MOST_ONCE, 3, 0).claim(key))
@@ -422,7 +426,7 @@ pub async fn an_unresolved_at_most_once_marker_outlives_the_window(store: Arc<dy
     );
 }
 
-/// The window is that of the completion's terms and may be a hundred years.
+/// A done marker expires after the window of the completion's terms, which may be a hundred years.
 pub async fn a_window_may_be_long(store: Arc<dyn Store>) {
     let century = Duration::from_secs(100 * 365 * 24 * 3600);
     let claimer = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).window(MIN_WINDOW);
@@ -439,7 +443,7 @@ pub async fn a_window_may_be_long(store: Arc<dyn Store>) {
         .await,
         [granted(1), DONE]
     );
-    tokio::time::sleep(MIN_WINDOW + SLACK).await;
+    tokio::time::sleep(MIN_WINDOW + CLOCK_TOLERANCE).await;
     assert_eq!(
         verdict(
             &*store,
