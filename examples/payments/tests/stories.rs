@@ -46,7 +46,7 @@ fn explain_resolve_and_redrive(run: &Run) {
         "handled",
         &["accepted without calling the handler"],
     );
-    run.assert_explained(sent_twice, "handled", &["duplicate leaves no trace"]);
+    run.assert_explained(sent_twice, "handled", &["duplicate is not recorded"]);
     if run.broker == "kafka" {
         let explanation = run.json(&["explain", sent_twice, "--copies"]);
         assert_eq!(

@@ -21,7 +21,8 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
         Ok(servers) => servers
             .iter()
             .for_each(|server| check_server(server, servers.len() as u64, config, findings)),
-        // The preflight below names the missing commands.
+        // The user may not run INFO. The preflight names the commands that consumers need and the
+        // user may not run.
         Err(error) if is_permission_error(&error.to_string()) => {
             check_rights(&redis, config, findings).await?;
             if !findings.has("store-permission-missing") {
@@ -43,7 +44,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             }
         }
     }
-    // Avoid a second finding for the same cause.
+    // The preflight would add a second finding for each of these causes.
     if ["store-too-old", "store-is-cluster-node", "store-is-replica"]
         .iter()
         .any(|code| findings.has(code))
@@ -53,11 +54,11 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
     check_rights(&redis, config, findings).await
 }
 
-/// Checks the commands that consumers run, and then those that only this program runs. One remedy
-/// grants all.
+/// Checks that the user may run the commands of consumers, and then those that only this program
+/// runs. The remedy grants all of them.
 ///
 /// # Errors
-/// If the rights of the tool cannot be determined.
+/// The rights of this program cannot be determined.
 async fn check_rights(
     redis: &Redis,
     config: &Config,
