@@ -126,8 +126,8 @@ pub struct PostgresInbox {
     table: Arc<OnceLock<i64>>,
 }
 
-/// The transaction of one message, with its record. The consumer commits it; dropped, it is rolled
-/// back.
+/// The transaction of one message, with its record. The consumer commits it; if it is dropped, it
+/// is rolled back.
 pub struct PostgresTransaction {
     inner: Transaction<'static, sqlx::Postgres>,
     /// The id that PostgreSQL gave the transaction.
@@ -136,8 +136,8 @@ pub struct PostgresTransaction {
 }
 
 impl PostgresInbox {
-    /// The inbox in the database of this pool. The schema of the tables is found as by
-    /// [`Postgres::url`].
+    /// The inbox in the database of this pool. The tables are searched in the schemas of the
+    /// user's `search_path`, as by [`Postgres::url`].
     pub fn new(pool: PgPool) -> Self {
         let store = Postgres::pool(&pool);
         Self {
@@ -171,21 +171,21 @@ impl PostgresInbox {
 }
 
 impl PostgresTransaction {
-    /// The connection, on which everything belongs to the transaction. A savepoint is
+    /// The connection, whose statements belong to the transaction. A savepoint is
     /// `transaction.connection().begin()`.
     ///
     /// Call it for each statement, and do not drop that `begin()` before it has ended, for example
     /// by a timeout: sqlx then rolls back the whole transaction, and later statements would be
     /// committed one by one, without the record of the message.
     ///
-    /// Do not execute `COMMIT` or `ROLLBACK` here: the consumer then finds that its transaction has
-    /// ended, and dead-letters the message. Nor `SET`, which would outlast the transaction: use
-    /// `SET LOCAL`.
+    /// Do not execute `COMMIT` or `ROLLBACK`: the consumer then finds that its transaction has
+    /// ended, and dead-letters the message. Do not execute `SET`, which would outlast the
+    /// transaction; use `SET LOCAL`.
     ///
     /// # Panics
-    /// The transaction was rolled back by a `begin()` that failed or was dropped. The message is
-    /// handled again. Without another call, it is dead-lettered: a statement may have been
-    /// committed alone.
+    /// A `begin()` that failed or was dropped has rolled the transaction back. The message is
+    /// handled again. If this method is not called after such a `begin()`, the message is
+    /// dead-lettered, because a statement may have been committed without the record.
     pub fn connection(&mut self) -> &mut PgConnection {
         dropped_begin::assert_in_transaction(&self.inner);
         &mut self.inner

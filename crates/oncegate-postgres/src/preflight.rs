@@ -101,7 +101,7 @@ impl PostgresState {
             return Ok(table);
         }
         Err(StoreFailure::misconfigured(format!(
-            "the connections of the pool to PostgreSQL at {server} do not find the same table oncegate_markers as the options of the \
+            "the connections of the pool to PostgreSQL at {server} find another table oncegate_markers than connections with the options of the \
              pool, or may not use it: set the user and the search_path in the options, not in after_connect"
         )))
     }

@@ -71,11 +71,11 @@ pub(crate) fn check(found: SchemaVersion) -> Result<(), StoreFailure> {
                 .to_owned()
         }
         SchemaVersion::Found(older) if older < VERSION => format!(
-            "the tables have version {older}, this release needs {VERSION}: update them with \
+            "the tables have version {older}, this release supports {VERSION}: update them with \
              Postgres::create_tables or Postgres::migrate"
         ),
         SchemaVersion::Found(newer) => {
-            format!("the tables have version {newer}, this release knows {VERSION}: upgrade oncegate here")
+            format!("the tables have version {newer}, this release supports {VERSION}: upgrade oncegate here")
         }
     };
     Err(StoreFailure::Misconfigured(Problem::new(remedy)))

@@ -26,10 +26,10 @@ const MIGRATION_TIMEOUT: Duration = Duration::from_secs(60);
 /// Stores markers in the table `oncegate_markers` of a PostgreSQL database, version 14 or newer.
 ///
 /// Each operation is atomic on its key and uses the server's clock. A batch of claims of new ids
-/// and of completions is one statement; an operation on a key in another state needs a second one.
-/// The store opens up to three connections on first use, and three for the renewal of leases, and
-/// reconnects after a failure; operations that were in flight then are [`StoreError::Unknown`].
-/// Clones share the connections.
+/// and of completions is one statement; an operation on a key in another state needs a second
+/// statement. The store opens up to three connections on first use, and three for the renewal of
+/// leases, and reconnects after a failure; operations that were in flight then are
+/// [`StoreError::Unknown`]. Clones share the connections.
 ///
 /// Expired rows are deleted in the background, in proportion to the operations.
 ///

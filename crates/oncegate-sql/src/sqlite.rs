@@ -38,8 +38,8 @@ use writer_thread::WriterRequest;
 /// which network file systems do not offer.
 ///
 /// One thread reads and writes the file, from the first use until the last clone is dropped. It
-/// combines waiting requests into one transaction of about 4,096 operations. Clones share the
-/// thread.
+/// combines waiting requests into one transaction of at most about 4,096 operations. Clones share
+/// the thread.
 ///
 /// ```
 /// use oncegate_sql::Sqlite;
