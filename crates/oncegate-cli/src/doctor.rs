@@ -37,7 +37,7 @@ pub(crate) enum Severity {
 /// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct DoctorFinding {
-    /// A stable code; the book lists all of them.
+    /// A stable code; `oncegate doctor --list` prints all of them.
     pub(crate) code: &'static str,
     #[serde(rename = "level")]
     pub(crate) severity: Severity,

@@ -343,17 +343,17 @@ impl<'a> ResolveSession<'a> {
         let (planned, after) = match self.finding {
             Finding::Happened if update == MarkerUpdate::Needed => (
                 format!("would be recorded as {} and removed", self.after()),
-                "removed, since it happened".to_owned(),
+                "removed, since the effect happened".to_owned(),
             ),
             Finding::Happened => (
                 "would be removed".into(),
-                "removed, since it happened".to_owned(),
+                "removed, since the effect happened".to_owned(),
             ),
             Finding::DidNotHappen => {
                 let target = reader.source();
                 (
                     format!("would be cleared, sent to {target} and removed"),
-                    format!("sent to {target}, since it did not happen"),
+                    format!("sent to {target}, since the effect did not happen"),
                 )
             }
         };
@@ -411,7 +411,7 @@ impl<'a> ResolveSession<'a> {
             if state != MarkerState::InDoubt {
                 let remedy = match self.finding {
                     Finding::Happened => ", or mark it done with `oncegate marker complete`",
-                    Finding::DidNotHappen => "; nothing has to be cleared",
+                    Finding::DidNotHappen => "; its marker needs no change",
                 };
                 report.note_not_found(
                     &id,
@@ -427,8 +427,8 @@ impl<'a> ResolveSession<'a> {
                 report.note_left(
                     &id,
                     format!(
-                        "{id} is {before}: left, since the in-doubt destination shows no message with this id. On RabbitMQ another reader \
-                         (a list, another resolve, a management tool) hides the messages that it holds: try again. If there is no message, \
+                        "{id} is {before}: not changed, since the in-doubt destination shows no message with this id. On RabbitMQ, messages that \
+                         another reader has received (a list, another resolve, a management tool) are not shown: try again. If there is no message, \
                          pass --without-message"
                     ),
                 );
@@ -446,8 +446,8 @@ impl<'a> ResolveSession<'a> {
                 match self.finding {
                     _ if self.no_message == NO_BROKER => "",
                     Finding::Happened =>
-                        ": the marker alone; if `in-doubt list` shows one later, resolve it again to remove it",
-                    Finding::DidNotHappen => ": the marker alone, and nothing is sent",
+                        ": only the marker is changed; if `in-doubt list` shows a message later, resolve the id again to remove it",
+                    Finding::DidNotHappen => ": only the marker is changed, and nothing is sent",
                 }
             );
             if confirmed && let Err(failure) = self.resolve_marker(&id, 0).await {
@@ -474,7 +474,7 @@ fn check_resend(
     accepted: AcceptedRisks,
     context: &CliContext,
 ) -> Result<(), CliError> {
-    // The operator states that nothing happened, as a rejected marker does.
+    // The operator states that nothing happened; a rejected marker states the same.
     let state = if marker.state() == MarkerState::InDoubt {
         MarkerState::Rejected
     } else {
@@ -519,7 +519,7 @@ fn check_marker(marker: &ObservedMarker<'_>, finding: Finding) -> Result<MarkerU
         (MarkerState::Rejected, _) => refused("it is dead-lettered, and nothing happened"),
         (MarkerState::InProgress, _) => refused("a consumer is handling it; wait until that ends"),
         (MarkerState::Lapsed, _) => refused(
-            "its lease expired, and its next delivery finds it in doubt; if none comes, redrive its dead letter",
+            "its lease expired, and the consumer puts it in doubt at the next delivery; if there is none, redrive its dead letter",
         ),
         (MarkerState::Unreadable, _) => refused("its marker cannot be read"),
     }

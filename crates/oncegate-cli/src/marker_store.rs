@@ -53,7 +53,7 @@ pub(crate) enum MarkerPages {
     None(Infallible),
 }
 
-/// A value that is not a marker which this release can read.
+/// A value that this release cannot read as a marker.
 pub(crate) enum UnreadableValue {
     /// Another program wrote the value; its description.
     Foreign(String),

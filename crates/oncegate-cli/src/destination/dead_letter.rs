@@ -100,8 +100,8 @@ impl DeadLetter {
 
     /// The name that commands accept in place of the id; `None` if the message has an id.
     ///
-    /// On Kafka it is topic, partition and offset. On RabbitMQ it is a hash of body, headers and
-    /// the time of dead-lettering, so equal messages share it.
+    /// On Kafka it is topic, partition and offset. On RabbitMQ it is `letter-` and a hash of queue,
+    /// body, headers and the time of dead-lettering, so equal messages share it.
     pub(crate) fn handle(&self) -> Option<String> {
         if self.id().is_some() {
             return None;
@@ -271,9 +271,9 @@ pub(crate) struct DeadLetterSummary<'a> {
     pub(crate) handle: Option<String>,
     pub(crate) reason: &'a str,
     reason_text: &'static str,
-    /// Attempts that count towards `max_attempts`.
+    /// The number of attempts that count towards `max_attempts`.
     pub(crate) attempts: Option<u32>,
-    /// Attempts during which the process crashed.
+    /// The number of attempts whose lease expired without an outcome.
     pub(crate) crashes: u32,
     /// The fencing token: the number of the last attempt.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -88,10 +88,11 @@ pub(crate) fn check_complete(
     }
 }
 
-/// Checks that no marker can block a copy, where no store is configured.
+/// Checks that no marker can block a copy. For commands without a configured store, which cannot
+/// clear a marker.
 ///
 /// # Errors
-/// The marker may block it, and can be cleared only in the store.
+/// A marker may block a copy.
 pub(crate) fn check_without_store(message: &DeadLetter) -> Result<(), CliError> {
     let may_have_marker = NOT_DONE_WHEN_DEAD_LETTERED.contains(&message.reason())
         || matches!(message.reason(), "unreadable" | "conflict");
@@ -145,7 +146,7 @@ pub(crate) fn marker_may_have_expired(message: &DeadLetter, window: Duration) ->
     ms_since_possibly_handled(message).is_none_or(|age| age >= ms(window))
 }
 
-/// How a copy is redriven.
+/// The age of a copy, and the change of its marker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CopyPlan {
     pub(crate) age: CopyAge,

@@ -105,7 +105,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
                 let what = if code == "topic-missing" {
                     "it does not exist"
                 } else {
-                    "it does not exist, so messages cannot be dead-lettered or moved in doubt"
+                    "it does not exist, so messages cannot be dead-lettered or put in doubt"
                 };
                 let (create_by_consumer, retention) = match code {
                     "topic-missing" => (String::new(), ""),

@@ -101,6 +101,7 @@ async fn check_rights(
     Ok(())
 }
 
+/// Whether the server cannot be reached or does not answer, so that a retry may succeed.
 fn is_unavailable(error: &StoreError) -> bool {
     !matches!(
         error,
@@ -108,6 +109,7 @@ fn is_unavailable(error: &StoreError) -> bool {
     )
 }
 
+/// Whether the text of an error says that the user lacks a permission.
 fn is_permission_error(text: &str) -> bool {
     text.contains("NOPERM") || text.contains("does not let")
 }
@@ -148,6 +150,7 @@ fn add_store_error(error: StoreError, findings: &mut DoctorFindings) {
     }
 }
 
+/// Adds findings about the settings and the state of one server.
 fn check_server(
     server: &ServerInfo,
     primaries: u64,
@@ -253,6 +256,7 @@ fn check_server(
     }
 }
 
+/// Adds findings about memory that is nearly full, or too small for `gate.rate`.
 fn check_memory(
     server: &ServerInfo,
     primaries: u64,

@@ -14,27 +14,31 @@ use crate::output::{ms, now_ms};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum HandlingVerdict {
-    /// Handled once.
+    /// Recorded as handled.
     Handled,
-    /// Handled, and the topic has several messages with this id.
+    /// Recorded as handled, and the topic has several messages with this id.
     HandledWithDuplicates,
     /// Claimed; `Guarantee::Bare` does not record whether it was handled.
     Claimed,
+    /// A consumer is handling it.
     InProgress,
     /// The lease of its last claim expired, and no delivery has claimed it since.
     Abandoned,
+    /// Whether its effect happened is unknown.
     InDoubt,
+    /// It was not handled, and its message is or was in the dead letters.
     DeadLettered,
     /// Its message is in the dead letters, and an attempt may have had an effect.
     EffectUnknown,
     /// The id has only a dead letter with the reason `conflict`, whose body differs from that of
     /// the first message with the id, and the marker of that message is absent.
     Conflict,
-    /// An operator dropped it.
+    /// It is not recorded as handled, and an operator dropped its message.
     Dropped,
     /// An operator sent its message back to the consumer, and it was not handled since.
     SentBack,
-    /// It failed, and will run again if the broker still has its message.
+    /// An attempt failed or may have had its effect, and it will run again if the broker still has
+    /// its message.
     WillRunAgain,
     /// The topic has messages with this id, and nothing else is known.
     NotRecorded,
@@ -42,7 +46,7 @@ pub(crate) enum HandlingVerdict {
     Unknown,
     /// Nothing about the id was found, and not everything was checked.
     Unchecked,
-    /// The value under its key is not a marker.
+    /// The value of its key in the store is not a marker.
     UnreadableMarker,
     /// The store could not be read.
     StoreUnreadable,
@@ -292,7 +296,7 @@ fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>, state: MarkerStat
                 .into()
         }
         _ => "Its effect is unknown. It does not run again without a decision; the in-doubt destination shows no message (on RabbitMQ \
-              another reader may hold it), so a delivery may still reconcile it, or an operator runs `oncegate in-doubt resolve`."
+              another reader may have received it), so a delivery may still reconcile it, or an operator runs `oncegate in-doubt resolve`."
             .into(),
     }
 }
@@ -443,8 +447,8 @@ fn dead_lettered(
 /// The verdict and explanation of an id without a message in the destinations.
 fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict, String) {
     let last = last_action(evidence);
-    // Whether nothing was handled after the action. A marker that is present proves that, or that
-    // the action is within the window, in which a later marker would not have expired.
+    // Whether it is known that nothing was handled after the action: the marker is present, or the
+    // action is within the window, so that a later marker would not have expired.
     let is_known =
         |entry: &AuditEntry| state != MarkerState::Absent || !is_older_than_window(entry, evidence);
     let expired = || {
@@ -501,7 +505,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         {
             let text = format!(
                 "{} cleared its marker on {}, and the audit records no copy that was sent since. Nothing ran since. Whether the broker still has \
-                 its message is unknown: RabbitMQ hides a message that another reader holds.",
+                 its message is unknown: RabbitMQ does not show a message that another reader has received.",
                 entry.who, entry.at
             );
             return (HandlingVerdict::Unknown, text);
@@ -539,13 +543,13 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         MarkerState::Rejected => (
             HandlingVerdict::DeadLettered,
             "It was not handled: it was rejected. The configured dead letters do not show its message: it was removed \
-             without this tool, has not arrived yet, or another reader holds it on RabbitMQ."
+             without this tool, has not arrived yet, or on RabbitMQ another reader has received it."
                 .into(),
         ),
         MarkerState::Cleared => (
             HandlingVerdict::WillRunAgain,
             "Attempts failed, and none is recorded as handled. The message will run again if it is still in the broker. The configured dead \
-             letters do not show it: if it was dead-lettered, it was removed without this tool, or another reader holds it on RabbitMQ."
+             letters do not show it: if it was dead-lettered, it was removed without this tool, or on RabbitMQ another reader has received it."
                 .into(),
         ),
         _ => {
@@ -579,7 +583,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
             }
             let text = format!(
                 "{forgotten}Nothing is known about this id: no message with it was ever claimed, or it waits for a retry because its attempts \
-                 failed without an effect (the consumer's log names them), or its dead letter was removed without this tool or is held by another \
+                 failed without an effect (the consumer's log names them), or its dead letter was removed without this tool or received by another \
                  reader, or it was handled longer ago than the window. Check also that \
                  the scope and the prefix are those of the consumer."
             );

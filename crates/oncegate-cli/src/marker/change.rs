@@ -117,7 +117,7 @@ impl<'a> ObservedMarker<'a> {
             // operation deletes the marker.
             terms.guarantee = config.guarantee();
         }
-        // `Resolve` and `Complete` are requests of the claim that was read.
+        // `Resolve` and `Complete` have the token and attempt of the claim that was read.
         let holder = hold.filter(|_| !frees);
         Operation {
             key: self.key.clone(),
@@ -173,7 +173,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
         }
         MarkerState::Lapsed => {
             return Err(CliError::incomplete(format!(
-                "{id} is lapsed: the next delivery claims it again, or finds it in doubt with at most once; if none is left, redrive its dead \
+                "{id} is lapsed: the next delivery claims it again, or with at most once puts it in doubt; if there is none, redrive its dead \
                  letter, or record it as done with `oncegate marker complete`"
             )));
         }

@@ -289,12 +289,12 @@ fn describe(stored: &MarkerWithExpiry) -> String {
                 .into()
         }
         Marker::Cleared { attempts, effect } => format!(
-            "Free to be claimed. The next attempt is {}; attempts used of the budget: {}.{}",
+            "Free to be claimed. The next attempt is {}; attempts that count towards max_attempts: {}.{}",
             attempts.number.saturating_add(1),
             attempts.spent(),
             match effect {
                 Effect::Nothing => "",
-                Effect::Unknown => " Whether an earlier attempt had an effect is unknown: in at most once the next claim finds it in doubt.",
+                Effect::Unknown => " Whether an earlier attempt had an effect is unknown: in at most once the next claim puts the id in doubt.",
             }
         ),
         Marker::InProgress(hold) => match overdue(&hold) {
@@ -311,7 +311,7 @@ fn describe(stored: &MarkerWithExpiry) -> String {
                 hold.attempts.number,
                 duration_text(overdue),
                 match hold.guarantee {
-                    Guarantee::AtMostOnce => "The next delivery finds it in doubt.",
+                    Guarantee::AtMostOnce => "The next delivery puts the id in doubt.",
                     _ => "The next delivery runs it again.",
                 }
             ),
