@@ -144,7 +144,7 @@ async fn run_bulk(
                 break;
             }
         };
-        let bar = listing::bar(&reader, action.command().verb);
+        let bar = listing::progress_bar(&reader, action.command().verb);
         let processed = async {
             while !report.is_full(&limits)
                 && let Some(message) = stop_signal.run(reader.next()).await?
@@ -274,7 +274,7 @@ impl DeadLetterSession<'_> {
         );
         let fencing_token = marker
             .as_ref()
-            .and_then(|marker| description::attempt(&marker.stored.marker))
+            .and_then(|marker| description::last_attempt(&marker.stored.marker))
             .unwrap_or(0)
             .max(last_attempt(message));
         let action = PlannedAction {

@@ -265,7 +265,7 @@ async fn copies(context: &CliContext, filter: &MessageFilter) -> Result<Vec<Stri
     let mut reader = crate::destination::DestinationReader::Kafka(
         kafka::TopicReader::open_topic(context, topic, AuditedStates::of(&[])).await?,
     );
-    let bar = listing::bar(&reader, "messages read");
+    let bar = listing::progress_bar(&reader, "messages read");
     let mut copies = Vec::new();
     while let Some(message) = reader.next().await? {
         bar.inc(1);

@@ -137,7 +137,7 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
                 break;
             }
         };
-        let bar = listing::bar(&reader, "read");
+        let bar = listing::progress_bar(&reader, "read");
         let processed = async {
             while let Some(message) = stop_signal.run(reader.next()).await? {
                 bar.inc(1);
@@ -300,7 +300,11 @@ impl<'a> ResolveSession<'a> {
                 effect: Effect::Nothing,
             },
         };
-        let attempt = Some(description::attempt(&seen).unwrap_or(0).max(last_attempt));
+        let attempt = Some(
+            description::last_attempt(&seen)
+                .unwrap_or(0)
+                .max(last_attempt),
+        );
         let action = PlannedAction {
             what: COMMAND.name,
             id: Some(id.to_owned()),

@@ -126,7 +126,10 @@ async fn open_read_only(
 }
 
 /// A progress bar of the messages read. Hidden if standard error is not a terminal.
-pub(crate) fn bar(reader: &DestinationReader, message: &'static str) -> indicatif::ProgressBar {
+pub(crate) fn progress_bar(
+    reader: &DestinationReader,
+    message: &'static str,
+) -> indicatif::ProgressBar {
     let bar = indicatif::ProgressBar::new(reader.total()).with_message(message);
     let style = indicatif::ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
     bar.set_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()));
@@ -144,7 +147,7 @@ pub(crate) async fn collect_messages(
     mut selects: impl FnMut(&DeadLetter) -> bool,
 ) -> Result<(Vec<DeadLetter>, bool), CliError> {
     let mut reader = open_read_only(context, broker, destination, count_policy, unchecked).await?;
-    let bar = bar(&reader, "read");
+    let bar = progress_bar(&reader, "read");
     let (mut found, mut has_more) = (Vec::new(), false);
     let read = async {
         while let Some(message) = reader.next().await? {

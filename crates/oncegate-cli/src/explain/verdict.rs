@@ -210,7 +210,7 @@ fn completed_by_operator(evidence: &Evidence) -> Option<&AuditEntry> {
 
 /// The number of messages with the id in the topic, without those whose copy is in a destination;
 /// `None` without `--copies`.
-fn copies(evidence: &Evidence) -> Option<usize> {
+fn copies_outside_destinations(evidence: &Evidence) -> Option<usize> {
     let in_destinations: Vec<&str> = evidence
         .dead_letters
         .iter()
@@ -237,7 +237,7 @@ fn handled(
     dead: Option<&DeadLetter>,
     doubt: Option<&DeadLetter>,
 ) -> (HandlingVerdict, String) {
-    let copies = copies(evidence).unwrap_or(0);
+    let copies = copies_outside_destinations(evidence).unwrap_or(0);
     let mut text = match completed_by_operator(evidence) {
         Some(entry) => format!(
             "It counts as handled: {} recorded that on {} (`{}`).",
@@ -567,7 +567,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
                 );
                 return (HandlingVerdict::Unknown, text);
             }
-            let copies = copies(evidence).unwrap_or(0);
+            let copies = copies_outside_destinations(evidence).unwrap_or(0);
             if copies > 0 {
                 let text = format!(
                     "{forgotten}The topic has {copies} messages with this id, and the store has no marker for it: no consumer has claimed them \

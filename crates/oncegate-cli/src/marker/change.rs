@@ -67,7 +67,7 @@ impl<'a> ObservedMarker<'a> {
 
     /// State and attempt in one line, for the audit.
     pub(crate) fn summary(&self) -> String {
-        match description::attempt(&self.stored.marker) {
+        match description::last_attempt(&self.stored.marker) {
             Some(attempt) => format!("{}, attempt {attempt}", self.state().word()),
             None => self.state().word().to_owned(),
         }
@@ -294,8 +294,8 @@ async fn run(
     } else {
         marker.id.clone()
     };
-    let attempt =
-        description::attempt(&marker.stored.marker).max((last_attempt > 0).then_some(last_attempt));
+    let attempt = description::last_attempt(&marker.stored.marker)
+        .max((last_attempt > 0).then_some(last_attempt));
     let action = PlannedAction {
         what,
         id: Some(id.to_string()),

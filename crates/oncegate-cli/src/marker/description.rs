@@ -99,14 +99,14 @@ impl MarkerDescription {
             key: key.to_owned(),
             state,
             text: describe(stored),
-            attempts: attempts(&stored.marker).map(Attempts::spent),
-            crashes: attempts(&stored.marker).map(|it| it.crashes),
+            attempts: attempt_counts(&stored.marker).map(Attempts::spent),
+            crashes: attempt_counts(&stored.marker).map(|it| it.crashes),
             may_have_effect: match stored.marker {
                 Marker::Cleared { effect, .. } => effect == Effect::Unknown,
                 Marker::InProgress(_) | Marker::InDoubt(..) => true,
                 _ => false,
             },
-            fence: attempt(&stored.marker),
+            fence: last_attempt(&stored.marker),
             claim: hold.map(|hold| claim(&hold)),
             guarantee: hold.map(|hold| guarantee_name(hold.guarantee)),
             written_at_ms: age
@@ -218,15 +218,15 @@ pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &UnreadableV
 }
 
 /// The number of the last attempt, which is the fencing token, if the marker stores it.
-pub(crate) fn attempt(marker: &Marker) -> Option<u32> {
+pub(crate) fn last_attempt(marker: &Marker) -> Option<u32> {
     match marker {
         Marker::Rejected { attempt, .. } => Some(*attempt),
-        marker => attempts(marker).map(|it| it.number),
+        marker => attempt_counts(marker).map(|it| it.number),
     }
 }
 
 /// The counts of attempts and crashes.
-fn attempts(marker: &Marker) -> Option<Attempts> {
+fn attempt_counts(marker: &Marker) -> Option<Attempts> {
     match marker {
         Marker::Cleared { attempts, .. } => Some(*attempts),
         Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold.attempts),
