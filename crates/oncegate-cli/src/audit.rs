@@ -1,7 +1,7 @@
 //! The audit of operator actions: who did what and when, with the state before and after.
 //!
-//! Each action has two lines: one before it starts and one with its result. After a crash only the
-//! first exists, so the result is unknown.
+//! Each action has two lines: one before it starts and one with its result. If the command crashes
+//! in between, only the first exists, so the result is unknown.
 
 mod command;
 mod entry;
@@ -19,7 +19,7 @@ use oncegate_postgres::Postgres;
 
 use crate::CliContext;
 use crate::error::{CliError, CliErrorCode};
-use crate::marker_store::{MarkerStore, audit_beside};
+use crate::marker_store::{MarkerStore, sqlite_audit_file};
 use crate::output::{now_ms, utc_text};
 pub(crate) use command::{AuditArgs, run, table};
 pub(crate) use entry::{
@@ -35,9 +35,10 @@ enum AuditStorage {
     Postgres(Postgres),
 }
 
-/// Reads and writes the audit.
+/// Reads and writes the audit. Names the operator and the scope in each line that it writes.
 pub(crate) struct Audit {
     storage: AuditStorage,
+    /// The operator.
     who: String,
     scope: Option<String>,
 }
@@ -47,13 +48,17 @@ pub(crate) struct Audit {
 pub(crate) struct PendingAction(AuditEntry);
 
 impl Audit {
-    /// Opens the configured file, or else the stream in the store.
+    /// The audit in the file `audit.file`, or else beside the markers: a file next to the SQLite
+    /// file, a Redis stream, or a PostgreSQL table.
+    ///
+    /// # Errors
+    /// Neither `audit.file` nor a store that has an audit is configured.
     pub(crate) fn of(context: &CliContext) -> Result<Self, CliError> {
         let config = &context.config;
         let storage = match (config.text("audit.file"), config.store_kind()?) {
             (Some(path), _) => AuditStorage::File(path.into()),
             (None, Some(oncegate_config::StoreKind::Sqlite(file))) => {
-                AuditStorage::File(audit_beside(file))
+                AuditStorage::File(sqlite_audit_file(file))
             }
             (None, _) => match MarkerStore::of(config)? {
                 #[cfg(feature = "redis")]
@@ -76,7 +81,7 @@ impl Audit {
         })
     }
 
-    /// Whether a file or a store is configured.
+    /// Whether `audit.file` or a store is configured.
     pub(crate) fn is_configured(context: &CliContext) -> Result<bool, CliError> {
         Ok(context.config.has("audit.file") || context.config.store_kind()?.is_some())
     }
@@ -145,7 +150,7 @@ impl Audit {
         self.end(pending.0, ActionStage::Done, None).await
     }
 
-    /// Records that nothing was changed, and why.
+    /// Records that the store refused the marker change, and why.
     ///
     /// # Errors
     /// The audit cannot be written; nothing was changed.
@@ -154,10 +159,10 @@ impl Audit {
             .await
     }
 
-    /// Records that the broker refused the copy, and why.
+    /// Records that no copy of the message was published, and why.
     ///
     /// # Errors
-    /// The audit cannot be written; nothing was sent.
+    /// The audit cannot be written; no copy exists.
     pub(crate) async fn not_sent(
         &self,
         pending: PendingAction,
@@ -187,8 +192,8 @@ impl Audit {
         }
     }
 
-    /// Records why the result is unknown. The stage stays `begun`. Ignores a write error, since the
-    /// line of the start already says this.
+    /// Records why the result is unknown, with the stage [`ActionStage::Begun`]. Ignores a write
+    /// error: an action with only its first line has an unknown result, too.
     pub(crate) async fn unknown(&self, pending: PendingAction, failure: &CliError) {
         let _ = self
             .end(pending.0, ActionStage::Begun, Some(failure.to_string()))
@@ -238,15 +243,16 @@ impl Audit {
         }
     }
 
-    /// The actions on an id in the configured scope. Several services may share one audit.
+    /// The actions on an id in the configured scope, oldest first. Services with other scopes may
+    /// share the audit.
     pub(crate) async fn actions_on(&self, id: &MessageId) -> Result<Vec<AuditEntry>, CliError> {
         let mut actions = self.actions().await?;
         actions.retain(|entry| entry.concerns(id) && entry.scope == self.scope);
         Ok(actions)
     }
 
-    /// The highest attempt of this id in the audit; 0 if none is recorded.
-    pub(crate) async fn fence(&self, id: &MessageId) -> Result<u32, CliError> {
+    /// The highest attempt number of this id in the audit; 0 if none is recorded.
+    pub(crate) async fn highest_attempt(&self, id: &MessageId) -> Result<u32, CliError> {
         let not_done = |failure| {
             CliError::server(format!(
                 "nothing was done, since the audit cannot be read: {failure}"
@@ -262,12 +268,13 @@ impl Audit {
             .unwrap_or(0))
     }
 
-    /// All actions with their results, oldest first. Skips lines that cannot be read.
+    /// All actions with their last recorded stage, in the order in which they started. Skips lines
+    /// that cannot be parsed.
     pub(crate) async fn actions(&self) -> Result<Vec<AuditEntry>, CliError> {
         Ok(self.read().await?.0)
     }
 
-    /// Like [`Self::actions`], with the number of lines that cannot be read.
+    /// Like [`Self::actions`], with the number of lines that cannot be parsed.
     async fn read(&self) -> Result<(Vec<AuditEntry>, usize), CliError> {
         let text = match &self.storage {
             #[cfg(feature = "redis")]
@@ -307,6 +314,7 @@ impl Audit {
     }
 }
 
+/// The lines of a text, which may end with a line break; none of an empty text.
 fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     let text = text.strip_suffix(b"\n").unwrap_or(text);
     (!text.is_empty())
@@ -315,8 +323,8 @@ fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
         .flatten()
 }
 
-/// Appends a line with one write, so that lines of concurrent commands do not mix. Starts a new
-/// line if the last one is incomplete because of a crash.
+/// Appends a line with one write, so that lines of concurrent commands do not mix, and syncs it to
+/// the disk. Starts a new line if a crash left the last one without its line break.
 fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
     let mut options = std::fs::OpenOptions::new();
     options.create(true).append(true).read(true);
@@ -334,7 +342,8 @@ fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
     file.sync_data()
 }
 
-/// The user of the environment, or else the numeric user id of this process, and the host.
+/// `user@host`. The user is that of `SUDO_USER`, `USER` or `LOGNAME`, or else the numeric user id
+/// of this process.
 pub(crate) fn login_name() -> String {
     let first_set = |names: &[&str]| {
         names

@@ -20,7 +20,7 @@ impl std::str::FromStr for TimeArg {
     }
 }
 
-/// Guarantee, lease, window and fingerprint of an operator's change of a marker. Replaces
+/// Guarantee, lease, window and fingerprint of a marker that an operator changes. Replaces
 /// `Guarantee::Bare`, which does not support such changes, by effectively once.
 pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms {
     let guarantee = if config.guarantee() == Guarantee::Bare {
@@ -36,7 +36,7 @@ pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms 
     }
 }
 
-/// The window as text, marked as the default if it is not configured.
+/// The dedup window as text, with ", the default" if it is not configured.
 pub(crate) fn window_description(config: &Config) -> String {
     let window = crate::output::duration_text(config.window());
     if config.has("gate.dedup-window") {
@@ -51,7 +51,11 @@ pub(crate) fn key(config: &Config, id: &MessageId) -> Result<Key, CliError> {
     Ok(config.scope()?.key(id))
 }
 
-/// An id from the command line: as a producer wrote it, or as keys and logs show it.
+/// An id from the command line: as a producer wrote it, or as keys and logs show it (a long id is
+/// hashed there).
+///
+/// # Errors
+/// The id is empty.
 pub(crate) fn id(config: &Config, text: &str) -> Result<MessageId, CliError> {
     config
         .message_id(text)

@@ -23,13 +23,14 @@ use crate::output::Unchecked;
 
 #[derive(Subcommand)]
 pub(crate) enum DeadLettersCommand {
-    /// List dead letters that were not redriven, dropped or resolved
+    /// List dead letters that were not redriven or dropped
     #[command(mut_arg("reasons", |it| restrict_reasons(it, Destination::DeadLetters)))]
     List(ListArgs),
     /// Show the dead letters of an id, with their headers
     Show(ShowArgs),
-    /// Publish dead letters again to the topic or queue that they came from; the consumer deduplicates
-    /// them by id. Rejected ids are handled again. Skips messages that were handled meanwhile or may have been
+    /// Publish dead letters again to the topic or queue that they came from; the consumer
+    /// deduplicates them by id. Rejected ids are handled again. Skips messages whose id was, or may
+    /// have been, handled meanwhile
     #[command(mut_arg("reasons", |it| restrict_reasons(it, Destination::DeadLetters)))]
     Redrive(RedriveArgs),
     /// Drop dead letters: RabbitMQ removes them; on Kafka they stay, and the audit records that
@@ -135,7 +136,7 @@ async fn run_bulk(
             Destination::DeadLetters,
             queue_access.count_policy(context),
         );
-        let mut reader = match stop_signal.or(opened).await {
+        let mut reader = match stop_signal.run(opened).await {
             Ok(reader) => reader,
             // The report still shows the actions on the previous broker.
             Err(failure) => {
@@ -143,10 +144,10 @@ async fn run_bulk(
                 break;
             }
         };
-        let bar = listing::bar(&reader, action.command().verb);
+        let bar = listing::progress_bar(&reader, action.command().verb);
         let processed = async {
             while !report.is_full(&limits)
-                && let Some(message) = stop_signal.or(reader.next()).await?
+                && let Some(message) = stop_signal.run(reader.next()).await?
             {
                 bar.inc(1);
                 has_match |= filter.matches_id(&message);
@@ -203,8 +204,8 @@ async fn run_bulk(
     unchecked.end()
 }
 
-/// Without a store no marker is read: the consumer still deduplicates, and messages whose marker might
-/// block them are skipped.
+/// Opens the configured store; `None` if no store is configured. Then no marker is read: the
+/// consumer still deduplicates copies, and messages whose marker might block a copy are skipped.
 fn open_marker_store(context: &CliContext) -> Result<Option<MarkerStore>, CliError> {
     context
         .config
@@ -224,12 +225,12 @@ struct DeadLetterSession<'a> {
 }
 
 impl DeadLetterSession<'_> {
-    /// Reads the marker and, if confirmed, clears it, publishes a copy, records the action in the
-    /// audit and removes the original, in this order. A crash leaves the original, or an additional
-    /// copy that the consumer deduplicates.
+    /// Redrives one message, or describes what would be done if `confirmed` is false. Clears the
+    /// marker, publishes a copy, records the action in the audit and removes the original, in this
+    /// order. A crash leaves the original, perhaps with a copy that the consumer deduplicates.
     ///
     /// # Errors
-    /// If the message cannot be redriven; it stays in its destination.
+    /// The message cannot be redriven; it stays in its destination.
     async fn redrive(
         &self,
         reader: &mut DestinationReader,
@@ -271,18 +272,18 @@ impl DeadLetterSession<'_> {
             || "dead-lettered".to_owned(),
             |marker| format!("dead-lettered, {}", marker.summary()),
         );
-        let fence = marker
+        let fencing_token = marker
             .as_ref()
-            .and_then(|marker| description::attempt(&marker.stored.marker))
+            .and_then(|marker| description::last_attempt(&marker.stored.marker))
             .unwrap_or(0)
-            .max(known_attempt(message));
+            .max(last_attempt(message));
         let action = PlannedAction {
-            attempt: Some(fence),
+            attempt: Some(fencing_token),
             ..self.planned_action("dead-letters redrive", message, before, after.clone())
         };
         let pending = self.audit.begin(action, self.why).await?;
-        if let Some((marker, ask)) = clear
-            && let Err(failure) = marker.apply(ask, known_attempt(message)).await
+        if let Some((marker, request)) = clear
+            && let Err(failure) = marker.apply(request, last_attempt(message)).await
         {
             self.audit.failed(pending, &failure).await?;
             return Err(failure);
@@ -291,6 +292,11 @@ impl DeadLetterSession<'_> {
         Ok(after)
     }
 
+    /// Removes one message, or describes that if `confirmed` is false. Kafka keeps the record; the
+    /// audit records that it was dropped.
+    ///
+    /// # Errors
+    /// The message stays in its destination, or whether it was removed is unknown.
     async fn drop(
         &self,
         reader: &DestinationReader,
@@ -344,11 +350,13 @@ impl DeadLetterSession<'_> {
         }
     }
 
+    /// The marker of the message's id; `None` if no store is configured or the message has no valid
+    /// id.
     async fn marker(&self, message: &DeadLetter) -> Result<Option<ObservedMarker<'_>>, CliError> {
         let (Some(markers), Some(id)) = (&self.markers, message.id()) else {
             return Ok(None);
         };
-        // Another program may have written the header: a value that is no id has no marker.
+        // Another program may have written the header with a value that is not a valid id.
         let Ok(id) = config::id(&self.context.config, id) else {
             return Ok(None);
         };
@@ -359,8 +367,9 @@ impl DeadLetterSession<'_> {
     }
 }
 
-/// The marker change that lets a copy run. `None` if the marker does not block it, or if the consumer
-/// has to find the id in doubt first.
+/// The marker change that lets the consumer handle a copy. `None` if the marker does not block a
+/// copy, or if the marker is an expired claim in at most once: the consumer must put such an id in
+/// doubt.
 fn clear_request(
     marker: &ObservedMarker<'_>,
     effect: Effect,
@@ -371,19 +380,19 @@ fn clear_request(
     let is_at_most_once =
         |hold: &Hold| [hold.guarantee, context.config.guarantee()].contains(&Guarantee::AtMostOnce);
     match seen {
-        Marker::Absent if known_attempt(message) == 0 && effect == Effect::Nothing => None,
+        Marker::Absent if last_attempt(message) == 0 && effect == Effect::Nothing => None,
         Marker::InProgress(hold) if is_at_most_once(&hold) => None,
         _ => Some(Ask::Redrive { seen, effect }),
     }
 }
 
-/// The last attempt of the message's id when it was dead-lettered; [`UNKNOWN_ATTEMPT`] if the id was
-/// used for another body.
-fn known_attempt(message: &DeadLetter) -> u32 {
-    if message.fence() == 0 && message.reason() == "conflict" {
+/// The number of the last attempt of the message's id when the message was dead-lettered; 0 if
+/// there was none, [`UNKNOWN_ATTEMPT`] if the id was used for another body.
+fn last_attempt(message: &DeadLetter) -> u32 {
+    if message.fencing_token() == 0 && message.reason() == "conflict" {
         UNKNOWN_ATTEMPT
     } else {
-        message.fence()
+        message.fencing_token()
     }
 }
 

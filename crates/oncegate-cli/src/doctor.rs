@@ -26,9 +26,9 @@ use crate::output::{TextTable, Unchecked, printable};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Severity {
-    /// Something does not work or breaks a guarantee.
+    /// The consumer does not work, or a guarantee does not hold.
     Error,
-    /// It may lose or duplicate messages, or stop, under some conditions.
+    /// The consumer may lose or duplicate messages, or stop, under some conditions.
     Warning,
     /// A recommendation.
     Advice,
@@ -37,12 +37,13 @@ pub(crate) enum Severity {
 /// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct DoctorFinding {
-    /// A stable code; the book lists all of them.
+    /// A stable code; `oncegate doctor --list` prints all of them.
     pub(crate) code: &'static str,
     #[serde(rename = "level")]
     pub(crate) severity: Severity,
-    /// The server, topic, queue or setting.
+    /// The server, topic, queue or setting with the problem.
     pub(crate) at: String,
+    /// The problem.
     pub(crate) what: String,
     pub(crate) remedy: String,
 }
@@ -93,9 +94,10 @@ impl DoctorFindings {
         self.add(Severity::Warning, code, at, what, remedy);
     }
 
-    /// A section of the configuration with which the consumer does not start.
+    /// Adds the finding that the consumer does not start, because of this section of the
+    /// configuration.
     #[cfg(any(feature = "kafka", feature = "rabbitmq"))]
-    fn refused_settings(&mut self, section: &str, error: &oncegate_config::Error) {
+    fn add_refused_settings(&mut self, section: &str, error: &oncegate_config::Error) {
         self.error(
             "settings-refused",
             section,
@@ -104,7 +106,8 @@ impl DoctorFindings {
         );
     }
 
-    /// Adds to the last finding with this code, and replaces its remedy.
+    /// Replaces the remedy of the last finding with this code, and appends `more` to its problem.
+    /// Does nothing if there is none.
     pub(crate) fn amend(&mut self, code: &str, more: Option<String>, remedy: String) {
         if let Some(finding) = self.0.iter_mut().rfind(|finding| finding.code == code) {
             finding.remedy = remedy;
@@ -162,7 +165,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
             "for a consumer set kafka.brokers, kafka.topic and kafka.group, or rabbitmq.url and rabbitmq.queue",
         );
     }
-    // An unreachable server must not hide other findings.
+    // The other servers are checked even if one is unreachable.
     let mut note = |server: &'static str, result: Result<(), CliError>| match result {
         Ok(()) => checked.push(server),
         Err(failure) => unchecked.note(server, failure),
@@ -221,7 +224,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
                 note("RabbitMQ", rabbitmq::check(config, &mut findings).await);
             }
             #[allow(unreachable_patterns)]
-            broker => note(broker.name(), Err(broker.feature_missing())),
+            broker => note(broker.name(), Err(broker.missing_feature_error())),
         }
     }
     let mut findings = findings.0;
@@ -260,7 +263,8 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
         text,
     )?;
     unchecked.end()?;
-    // The defaults of Kafka and of oncegate cause warnings, and break no guarantee.
+    // Warnings alone do not fail: the defaults of Kafka and oncegate cause some, and break no
+    // guarantee.
     if errors == 0 {
         Ok(())
     } else {

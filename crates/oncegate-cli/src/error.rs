@@ -7,14 +7,14 @@ use oncegate::StoreError;
 use oncegate_config::settings::nearest;
 use oncegate_config::with_store_keys;
 
-/// The exit codes in `--help`.
+/// The description of the exit codes in `--help`.
 pub(crate) const CODES: &str = "Exit codes:
   0  success
-  1  incomplete (also the output, if it cannot be written), or errors were found; warnings of `doctor` alone are 0
+  1  incomplete, or the output cannot be written, or `doctor` found errors (warnings alone are 0)
   2  invalid command line or configuration
   3  a server is unreachable or refused the request; for `doctor` this is a finding, code 1
   4  nothing was done: this was a preview, --yes applies it
-  5  the value of an option is unknown, such as of --reason
+  5  the value of an option such as --reason is unknown
   6  this build does not include the broker or store";
 
 /// An exit code other than 0.
@@ -33,14 +33,14 @@ pub(crate) enum CliErrorCode {
 pub(crate) struct CliError {
     pub(crate) code: CliErrorCode,
     text: String,
-    /// Whether repeating the request would fail again.
+    /// Whether the same request fails again if it is repeated.
     permanence: Permanence,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Permanence {
     Unknown,
-    /// The marker of this key cannot be read.
+    /// The value of the key is not a marker, or the store refuses the request as misconfigured.
     Permanent,
 }
 
@@ -77,9 +77,9 @@ impl CliError {
         }
     }
 
-    /// A value of an option that is none of the known ones.
-    pub(crate) fn unknown_value(option: &str, word: &str, known: &[&str]) -> Self {
-        let suggestion = nearest(word, known.iter().copied())
+    /// The value of an option is none of the known ones. The text suggests the nearest.
+    pub(crate) fn unknown_value(option: &str, value: &str, known: &[&str]) -> Self {
+        let suggestion = nearest(value, known.iter().copied())
             .map(|near| format!(", did you mean {near:?}?"))
             .unwrap_or_default();
         let known: Vec<&str> = known
@@ -87,7 +87,7 @@ impl CliError {
             .map(|value| if value.is_empty() { "\"\"" } else { value })
             .collect();
         let text = format!(
-            "{option}: {word:?} is unknown{suggestion}; known values: {}",
+            "{option}: {value:?} is unknown{suggestion}; known values: {}",
             known.join(", ")
         );
         Self {
@@ -123,8 +123,8 @@ impl CliError {
         }
     }
 
-    /// Turns a failure that concerns a single message, such as an unreadable marker, into a reason
-    /// to skip it.
+    /// Turns a permanent failure, such as an unreadable marker, into the reason why one message is
+    /// skipped. Other failures stop the command.
     pub(crate) fn for_one_message(self) -> Self {
         match self.permanence {
             Permanence::Permanent => Self::incomplete(format!("skipped: {}", self.text)),
@@ -160,10 +160,8 @@ impl From<oncegate_config::Error> for CliError {
 
 impl From<StoreError> for CliError {
     fn from(error: StoreError) -> Self {
-        let permanence = if matches!(
-            error,
-            StoreError::Misconfigured(_) | StoreError::UnreadableMarker(_)
-        ) {
+        // A misconfigured store would skip every message.
+        let permanence = if matches!(error, StoreError::UnreadableMarker(_)) {
             Permanence::Permanent
         } else {
             Permanence::Unknown

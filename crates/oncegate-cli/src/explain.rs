@@ -42,8 +42,9 @@ struct Explanation {
     description: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     marker: Option<MarkerDescription>,
-    /// Null if none was found and the destinations could not be checked completely.
+    /// Null if none was found and a dead-letter destination was not checked completely.
     dead_letters: Option<Vec<serde_json::Value>>,
+    /// Null if none was found and an in-doubt destination was not checked completely.
     in_doubt: Option<Vec<serde_json::Value>>,
     /// Positions of messages with this id in the topic.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -55,11 +56,13 @@ struct Explanation {
     unchecked: Unchecked,
 }
 
-/// The marker, messages and audited actions of an id.
+/// What was found about an id: its marker, its messages and the audited actions on it.
 pub(crate) struct Evidence {
+    /// `None` if the store could not be read.
     pub(crate) marker: Option<MarkerDescription>,
     pub(crate) dead_letters: Vec<DeadLetter>,
     pub(crate) in_doubt: Vec<DeadLetter>,
+    /// The positions of messages with the id in the consumed topic; `None` without `--copies`.
     pub(crate) copies: Option<Vec<String>>,
     /// Destinations that were not completely checked.
     pub(crate) incomplete: Vec<Destination>,
@@ -68,7 +71,7 @@ pub(crate) struct Evidence {
     pub(crate) has_audit: bool,
     pub(crate) guarantee: Guarantee,
     pub(crate) window: Duration,
-    /// The window as text.
+    /// The dedup window as text.
     pub(crate) window_description: String,
 }
 
@@ -84,7 +87,8 @@ impl Evidence {
         marker.is_some_and(|marker| marker.state == MarkerState::Absent)
     }
 
-    fn nothing(context: &CliContext) -> Self {
+    /// The evidence before anything was read.
+    fn empty(context: &CliContext) -> Self {
         Self {
             marker: None,
             dead_letters: Vec::new(),
@@ -106,7 +110,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
     if explain.copies {
         check_copies(context)?;
     }
-    let (mut evidence, mut unchecked) = (Evidence::nothing(context), Unchecked::default());
+    let (mut evidence, mut unchecked) = (Evidence::empty(context), Unchecked::default());
     match marker(context, &id).await {
         Ok(marker) => evidence.marker = Some(marker),
         Err(failure) => unchecked.note("the store", failure),
@@ -148,7 +152,8 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
         evidence.copies = Some(copies(context, &filter).await?);
     }
     let result = unchecked.end();
-    // After the result, which this does not change: a gate may be used without a broker.
+    // Noted after `result` is computed, so that it does not change the exit code: a gate may be
+    // used without a broker.
     if !Broker::any_named(context) {
         evidence.incomplete = vec![Destination::DeadLetters, Destination::InDoubt];
         unchecked.note(
@@ -196,12 +201,15 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
     result
 }
 
+/// The description of the marker of an id, or of a value in its place that is not a marker.
 async fn marker(
     context: &CliContext,
     id: &oncegate::MessageId,
 ) -> Result<MarkerDescription, CliError> {
     let key = config::key(&context.config, id)?;
-    let found = MarkerStore::of(&context.config)?.look_at_any(&key).await?;
+    let found = MarkerStore::of(&context.config)?
+        .look_or_describe(&key)
+        .await?;
     Ok(match found {
         Ok(stored) => MarkerDescription::of(key.as_str(), &stored, context.config.window()),
         Err(value) => MarkerDescription::unreadable(
@@ -211,7 +219,7 @@ async fn marker(
     })
 }
 
-/// The actions on an id, in the order in which they ended.
+/// The actions on an id, in the order of their last audit lines.
 async fn actions(
     context: &CliContext,
     id: &oncegate::MessageId,
@@ -228,7 +236,7 @@ async fn actions(
 fn check_copies(context: &CliContext) -> Result<(), CliError> {
     let config = &context.config;
     if cfg!(not(feature = "kafka")) {
-        return Err(Broker::Kafka.feature_missing());
+        return Err(Broker::Kafka.missing_feature_error());
     }
     if Broker::configured(context, Some(Broker::Kafka)).is_err() {
         return Err(CliError::usage(
@@ -257,7 +265,7 @@ async fn copies(context: &CliContext, filter: &MessageFilter) -> Result<Vec<Stri
     let mut reader = crate::destination::DestinationReader::Kafka(
         kafka::TopicReader::open_topic(context, topic, AuditedStates::of(&[])).await?,
     );
-    let bar = listing::bar(&reader, "messages read");
+    let bar = listing::progress_bar(&reader, "messages read");
     let mut copies = Vec::new();
     while let Some(message) = reader.next().await? {
         bar.inc(1);
@@ -271,7 +279,7 @@ async fn copies(context: &CliContext, filter: &MessageFilter) -> Result<Vec<Stri
 
 #[cfg(not(feature = "kafka"))]
 async fn copies(_: &CliContext, _: &MessageFilter) -> Result<Vec<String>, CliError> {
-    Err(Broker::Kafka.feature_missing())
+    Err(Broker::Kafka.missing_feature_error())
 }
 
 fn to_text(explanation: &Explanation, evidence: &Evidence) -> String {

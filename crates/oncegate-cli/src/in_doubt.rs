@@ -1,5 +1,5 @@
-//! `oncegate in-doubt`: lists messages with unknown effect and records the outcome that an operator
-//! determined.
+//! `oncegate in-doubt`: lists messages whose effect is unknown, and records whether it happened, as
+//! an operator found out.
 
 use std::collections::HashMap;
 
@@ -31,8 +31,8 @@ pub(crate) enum InDoubtCommand {
     List(ListArgs),
     /// Show the messages in doubt of an id, with their headers
     Show(ShowArgs),
-    /// Record whether the effects of one or more ids happened: those that did are recorded as done,
-    /// the others are sent back to be handled
+    /// Record whether the effects of one or more ids happened. With --happened the ids are recorded
+    /// as done; with --did-not-happen their messages are sent back to be handled
     Resolve(ResolveArgs),
 }
 
@@ -43,8 +43,8 @@ pub(crate) struct ResolveArgs {
     ids: Vec<String>,
     #[command(flatten)]
     finding: FindingArgs,
-    /// Also clear the marker of an id whose message is not in the in-doubt destination; nothing is
-    /// sent. Check first that no other reader holds the message
+    /// Also clear the marker of an id whose message is not in the in-doubt destination; no message
+    /// is sent. Check first that no other reader has received the message (RabbitMQ)
     #[arg(long)]
     without_message: bool,
     /// Only this broker, if both are configured
@@ -129,7 +129,7 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
             Destination::InDoubt,
             resolve.queue_access.count_policy(context),
         );
-        let mut reader = match stop_signal.or(opened).await {
+        let mut reader = match stop_signal.run(opened).await {
             Ok(reader) => reader,
             // The report still shows the actions on the previous broker.
             Err(failure) => {
@@ -137,9 +137,9 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
                 break;
             }
         };
-        let bar = listing::bar(&reader, "read");
+        let bar = listing::progress_bar(&reader, "read");
         let processed = async {
-            while let Some(message) = stop_signal.or(reader.next()).await? {
+            while let Some(message) = stop_signal.run(reader.next()).await? {
                 bar.inc(1);
                 if message.state.is_pending()
                     && message.id().is_some_and(|id| session.ids.contains_key(id))
@@ -185,12 +185,12 @@ struct ResolveSession<'a> {
     audit: Audit,
     finding: Finding,
     accepted: AcceptedRisks,
-    /// Whether to clear the markers of ids without a message.
+    /// Whether to clear the markers of ids that have no message in the in-doubt destination.
     without_message: bool,
     why: Option<&'a str>,
-    /// The store with the markers, for messages.
+    /// The name of the store, for the output.
     store: &'static str,
-    /// Why an id has no message.
+    /// Why the command found no message of an id, for the output.
     no_message: &'static str,
     /// The selected ids with their markers.
     ids: HashMap<String, SelectedId<'a>>,
@@ -200,12 +200,12 @@ struct ResolveSession<'a> {
 struct SelectedId<'a> {
     marker: ObservedMarker<'a>,
     update: MarkerUpdate,
-    /// The number of its messages that were processed.
+    /// The number of messages with this id that were read.
     messages: usize,
 }
 
-/// The entry of an id whose finding is not recorded in its marker yet.
-fn unrecorded<'m, 'a>(
+/// The entry of an id, if its marker still has to be updated.
+fn needing_update<'m, 'a>(
     ids: &'m mut HashMap<String, SelectedId<'a>>,
     id: &str,
 ) -> Option<&'m mut SelectedId<'a>> {
@@ -225,7 +225,10 @@ enum MarkerUpdate {
 }
 
 impl<'a> ResolveSession<'a> {
-    /// Reads the markers and checks that they may be updated.
+    /// Reads the markers of the ids and checks that they may be updated.
+    ///
+    /// # Errors
+    /// A marker cannot be read, or must not be changed.
     async fn read_markers(&mut self, ids: &[String]) -> Result<(), CliError> {
         let markers = MarkerStore::of(&self.context.config)?;
         for id in ids {
@@ -244,6 +247,7 @@ impl<'a> ResolveSession<'a> {
         Ok(())
     }
 
+    /// The state of an id after its marker is updated, as text.
     fn after(&self) -> String {
         let window = config::window_description(&self.context.config);
         match self.finding {
@@ -254,7 +258,8 @@ impl<'a> ResolveSession<'a> {
         }
     }
 
-    /// The marker before and after the command; without confirmation, after a confirmed one.
+    /// The states of the marker before and after the command, as JSON. In a preview the second is
+    /// that after the same command with `--yes`.
     fn marker(&self, entry: &SelectedId<'_>, confirmed: bool) -> Value {
         let before = entry.marker.summary();
         let changes = entry.update == MarkerUpdate::Written
@@ -269,7 +274,7 @@ impl<'a> ResolveSession<'a> {
 
     /// Reads the marker again before a change, because it may have changed meanwhile.
     async fn refresh_marker(&mut self, id: &str) -> Result<(), CliError> {
-        let Some(entry) = unrecorded(&mut self.ids, id) else {
+        let Some(entry) = needing_update(&mut self.ids, id) else {
             return Ok(());
         };
         let marker =
@@ -279,14 +284,15 @@ impl<'a> ResolveSession<'a> {
         Ok(())
     }
 
-    /// Records the finding in the marker of an id, once.
-    async fn resolve_marker(&mut self, id: &str, fence: u32) -> Result<(), CliError> {
+    /// Records the finding in the marker of an id, once for each id. `last_attempt` is the number
+    /// of the last attempt in the message; 0 if unknown.
+    async fn resolve_marker(&mut self, id: &str, last_attempt: u32) -> Result<(), CliError> {
         let after = self.after();
-        let Some(entry) = unrecorded(&mut self.ids, id) else {
+        let Some(entry) = needing_update(&mut self.ids, id) else {
             return Ok(());
         };
         let (marker, seen) = (&entry.marker, entry.marker.stored.marker);
-        let ask = match (self.finding, marker.state()) {
+        let request = match (self.finding, marker.state()) {
             (Finding::Happened, MarkerState::InDoubt) => Ask::Resolve(Finding::Happened),
             (Finding::Happened, _) => Ask::Complete,
             (Finding::DidNotHappen, _) => Ask::Redrive {
@@ -294,7 +300,11 @@ impl<'a> ResolveSession<'a> {
                 effect: Effect::Nothing,
             },
         };
-        let attempt = Some(description::attempt(&seen).unwrap_or(0).max(fence));
+        let attempt = Some(
+            description::last_attempt(&seen)
+                .unwrap_or(0)
+                .max(last_attempt),
+        );
         let action = PlannedAction {
             what: COMMAND.name,
             id: Some(id.to_owned()),
@@ -305,7 +315,7 @@ impl<'a> ResolveSession<'a> {
             attempt,
         };
         let pending = self.audit.begin(action, self.why).await?;
-        if let Err(failure) = marker.apply(ask, fence).await {
+        if let Err(failure) = marker.apply(request, last_attempt).await {
             self.audit.failed(pending, &failure).await?;
             return Err(failure);
         }
@@ -313,21 +323,22 @@ impl<'a> ResolveSession<'a> {
         self.audit.done(pending).await
     }
 
-    /// Resolves one message. A copy is confirmed before the original is removed.
+    /// Resolves one message, or describes what would be done if `confirmed` is false. The broker
+    /// confirms a copy before the original is removed.
     async fn resolve_message(
         &mut self,
         reader: &mut DestinationReader,
         message: &DeadLetter,
         confirmed: bool,
     ) -> Result<String, CliError> {
-        let another = || CliError::incomplete("skipped: another id");
-        let id = message.id().ok_or_else(another)?;
-        self.ids.get_mut(id).ok_or_else(another)?.messages += 1;
+        let not_selected = || CliError::incomplete("skipped: another id");
+        let id = message.id().ok_or_else(not_selected)?;
+        self.ids.get_mut(id).ok_or_else(not_selected)?.messages += 1;
         redrive_policy::check_source(message, reader.source())?;
         if confirmed {
             self.refresh_marker(id).await?;
         }
-        let entry = self.ids.get(id).ok_or_else(another)?;
+        let entry = self.ids.get(id).ok_or_else(not_selected)?;
         let (state, update) = (entry.marker.summary(), entry.update);
         if self.finding == Finding::DidNotHappen {
             redrive_policy::check_complete(message, self.accepted)?;
@@ -336,24 +347,24 @@ impl<'a> ResolveSession<'a> {
         let (planned, after) = match self.finding {
             Finding::Happened if update == MarkerUpdate::Needed => (
                 format!("would be recorded as {} and removed", self.after()),
-                "removed, since it happened".to_owned(),
+                "removed, since the effect happened".to_owned(),
             ),
             Finding::Happened => (
                 "would be removed".into(),
-                "removed, since it happened".to_owned(),
+                "removed, since the effect happened".to_owned(),
             ),
             Finding::DidNotHappen => {
                 let target = reader.source();
                 (
                     format!("would be cleared, sent to {target} and removed"),
-                    format!("sent to {target}, since it did not happen"),
+                    format!("sent to {target}, since the effect did not happen"),
                 )
             }
         };
         if !confirmed {
             return Ok(format!("{state}; {planned}"));
         }
-        self.resolve_marker(id, message.fence()).await?;
+        self.resolve_marker(id, message.fencing_token()).await?;
         let location = Some(message.location.clone());
         let action = PlannedAction {
             what: COMMAND.name,
@@ -374,9 +385,10 @@ impl<'a> ResolveSession<'a> {
         Ok(after)
     }
 
-    /// Resolves ids of which no message was read. RabbitMQ hides a message that another reader
-    /// holds, so a marker is cleared only if the operator confirms that no message is left. An effect
-    /// that happened is recorded in any case: that sends no message and allows no run.
+    /// Resolves the selected ids of which no message was read. RabbitMQ does not return a message
+    /// that another reader has received, so a marker is cleared only if the operator confirms with
+    /// `--without-message` that there is no message. An effect that happened is recorded in any
+    /// case: that lets no message run.
     async fn resolve_markers_without_messages(
         &mut self,
         report: &mut BulkReport,
@@ -403,7 +415,7 @@ impl<'a> ResolveSession<'a> {
             if state != MarkerState::InDoubt {
                 let remedy = match self.finding {
                     Finding::Happened => ", or mark it done with `oncegate marker complete`",
-                    Finding::DidNotHappen => "; nothing has to be cleared",
+                    Finding::DidNotHappen => "; its marker needs no change",
                 };
                 report.note_not_found(
                     &id,
@@ -419,8 +431,8 @@ impl<'a> ResolveSession<'a> {
                 report.note_left(
                     &id,
                     format!(
-                        "{id} is {before}: left, since the in-doubt destination shows no message with this id. On RabbitMQ another reader \
-                         (a list, another resolve, a management tool) hides the messages that it holds: try again. If there is no message, \
+                        "{id} is {before}: not changed, since the in-doubt destination shows no message with this id. On RabbitMQ, messages that \
+                         another reader has received (a list, another resolve, a management tool) are not shown: try again. If there is no message, \
                          pass --without-message"
                     ),
                 );
@@ -438,8 +450,8 @@ impl<'a> ResolveSession<'a> {
                 match self.finding {
                     _ if self.no_message == NO_BROKER => "",
                     Finding::Happened =>
-                        ": the marker alone; if `in-doubt list` shows one later, resolve it again to remove it",
-                    Finding::DidNotHappen => ": the marker alone, and nothing is sent",
+                        ": only the marker is changed; if `in-doubt list` shows a message later, resolve the id again to remove it",
+                    Finding::DidNotHappen => ": only the marker is changed, and nothing is sent",
                 }
             );
             if confirmed && let Err(failure) = self.resolve_marker(&id, 0).await {
@@ -455,14 +467,18 @@ impl<'a> ResolveSession<'a> {
     }
 }
 
-/// Checks that the id cannot have been handled since the message was found in doubt: an id without a
+/// Checks that the id cannot have been handled since the message was put in doubt: an id without a
 /// marker may have been sent back and handled.
+///
+/// # Errors
+/// The id may have been handled, and the operator has not accepted that.
 fn check_resend(
     marker: &ObservedMarker<'_>,
     message: &DeadLetter,
     accepted: AcceptedRisks,
     context: &CliContext,
 ) -> Result<(), CliError> {
+    // The operator states that nothing happened; a rejected marker states the same.
     let state = if marker.state() == MarkerState::InDoubt {
         MarkerState::Rejected
     } else {
@@ -470,7 +486,7 @@ fn check_resend(
     };
     match redrive_policy::plan_for_state(message, state, true, accepted, context)?.age {
         CopyAge::New => Ok(()),
-        // The consumer would find it in doubt again.
+        // The consumer would put the copy in doubt again.
         CopyAge::FirstSeen(_) => Err(CliError::incomplete(format!(
             "skipped: its id is no longer in doubt, and may have been sent back and handled longer ago than the window of {}; find out, and pass \
              --happened or --accept-forgotten",
@@ -479,10 +495,10 @@ fn check_resend(
     }
 }
 
-/// Checks whether the outcome may be recorded in the marker.
+/// Whether the finding has to be recorded in the marker.
 ///
 /// # Errors
-/// The marker must not be changed.
+/// The finding contradicts the marker, or a consumer may still change the marker.
 fn check_marker(marker: &ObservedMarker<'_>, finding: Finding) -> Result<MarkerUpdate, CliError> {
     let id = &marker.id;
     let refused = |why: &str| {
@@ -507,7 +523,7 @@ fn check_marker(marker: &ObservedMarker<'_>, finding: Finding) -> Result<MarkerU
         (MarkerState::Rejected, _) => refused("it is dead-lettered, and nothing happened"),
         (MarkerState::InProgress, _) => refused("a consumer is handling it; wait until that ends"),
         (MarkerState::Lapsed, _) => refused(
-            "its lease expired, and its next delivery finds it in doubt; if none comes, redrive its dead letter",
+            "its lease expired, and the consumer puts it in doubt at the next delivery; if there is none, redrive its dead letter",
         ),
         (MarkerState::Unreadable, _) => refused("its marker cannot be read"),
     }

@@ -112,7 +112,7 @@ pub(crate) struct CliContext {
 
 impl CliContext {
     fn of(common: &GlobalArgs) -> Result<Self, CliError> {
-        // Variables that are not UTF-8 are not settings.
+        // Ignores variables that are not UTF-8: they cannot be settings.
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         });
@@ -181,7 +181,7 @@ fn main() -> ExitCode {
         }
     };
     let result = runtime.block_on(run(arguments));
-    // Waiting for the blocking threads could take as long as the timeout of a connection.
+    // Does not wait for blocking threads, which may take as long as the timeout of a connection.
     runtime.shutdown_background();
     let result = match (result, output::check_printed()) {
         (Err(failure), Err(written)) => Err(failure.with(&written.to_string())),

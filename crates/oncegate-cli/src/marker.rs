@@ -29,11 +29,11 @@ pub(crate) enum MarkerCommand {
 
 #[derive(Args)]
 pub(crate) struct MarkerListArgs {
-    /// Only markers in this state: in-progress, lapsed, in-doubt, rejected, cleared, done or
-    /// unreadable; may be repeated
+    /// Only markers in this state; may be repeated. `lapsed`: in progress, and the lease has
+    /// expired; `cleared`: free to be claimed after a failed attempt or an operator action
     #[arg(long = "state", value_name = "STATE")]
     states: Vec<description::MarkerState>,
-    /// Markers of every scope, even if one is configured
+    /// List markers of every scope, even if a scope is configured
     #[arg(long)]
     every_scope: bool,
     /// Maximum number of markers to show

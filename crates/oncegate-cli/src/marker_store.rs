@@ -1,4 +1,4 @@
-//! The configured store, as an operator reads it.
+//! The configured store, with the requests of operators.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use crate::config::Config;
 use crate::error::CliError;
 use crate::marker::description;
 
-/// The default reply timeout: an operator can wait longer than a consumer.
+/// The reply timeout if `store.timeout` is not set: an operator can wait longer than a consumer.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A store that another process can read.
@@ -35,7 +35,7 @@ pub(crate) enum MarkerStore {
     Sqlite(Sqlite),
     #[cfg(feature = "postgres")]
     Postgres(Postgres),
-    /// For builds with neither.
+    /// For builds without any of these stores.
     #[allow(dead_code)]
     None(Infallible),
 }
@@ -48,16 +48,16 @@ pub(crate) enum MarkerPages {
     Sqlite(SqliteBrowse),
     #[cfg(feature = "postgres")]
     Postgres(PostgresBrowse),
-    /// For builds with neither.
+    /// For builds without any of these stores.
     #[allow(dead_code)]
     None(Infallible),
 }
 
-/// A value that is no marker of this release.
+/// A value that this release cannot read as a marker.
 pub(crate) enum UnreadableValue {
-    /// Its description.
+    /// Another program wrote the value; its description.
     Foreign(String),
-    /// The error that names the versions.
+    /// A newer release of oncegate wrote the value; the error, which names the versions.
     NewerRelease(String),
 }
 
@@ -110,13 +110,16 @@ impl MarkerStore {
         config: &Config,
         key: &Key,
     ) -> Result<MarkerWithExpiry, CliError> {
-        self.look_at_any(key).await?.map_err(|value| {
+        self.look_or_describe(key).await?.map_err(|value| {
             CliError::unreadable_marker(description::foreign_value_text(config, key, &value))
         })
     }
 
-    /// The marker of a key, or the description of a value that is no marker.
-    pub(crate) async fn look_at_any(
+    /// Reads the marker of a key, or describes the value if it is not a marker.
+    ///
+    /// # Errors
+    /// The store failed.
+    pub(crate) async fn look_or_describe(
         &self,
         key: &Key,
     ) -> Result<Result<MarkerWithExpiry, UnreadableValue>, CliError> {
@@ -124,7 +127,7 @@ impl MarkerStore {
             #[cfg(feature = "redis")]
             Self::Redis(redis) => match redis.look_with_expiry(key).await {
                 Err(error @ StoreError::UnreadableMarker(_)) => {
-                    // If the user may not run TYPE, the text of the error is used.
+                    // If the user may not run TYPE, the description is the text of the error.
                     let value = redis.foreign_value(key).await.ok().map(|value| {
                         if value.record_version.is_some() {
                             return UnreadableValue::NewerRelease(error.to_string());
@@ -163,6 +166,7 @@ impl MarkerStore {
         })))
     }
 
+    /// Lists all markers, at most `page` keys a page.
     pub(crate) async fn browse(&self, page: usize) -> Result<MarkerPages, CliError> {
         Ok(match self {
             #[cfg(feature = "redis")]
@@ -215,13 +219,14 @@ impl MarkerPages {
     }
 }
 
+/// The SQLite store of this file, with the configured timeout.
 #[cfg(feature = "sqlite")]
 pub(crate) fn sqlite(config: &Config, file: &Path) -> Sqlite {
     Sqlite::file(file).timeout(config.time("store.timeout").unwrap_or(REPLY_TIMEOUT))
 }
 
-/// The default audit file of an SQLite store, next to its file.
-pub(crate) fn audit_beside(file: &Path) -> PathBuf {
+/// The default audit file of an SQLite store: `<file>.audit.jsonl`.
+pub(crate) fn sqlite_audit_file(file: &Path) -> PathBuf {
     let mut name = file.as_os_str().to_owned();
     name.push(".audit.jsonl");
     name.into()

@@ -18,8 +18,8 @@ pub(crate) enum OutputFormat {
 }
 
 impl OutputFormat {
-    /// Prints the JSON or the text on standard output. [`check_printed`] reports what could not be
-    /// written, after the failures of the command.
+    /// Prints the JSON or the text on standard output. [`check_printed`] later returns the error of
+    /// a write that failed.
     ///
     /// # Errors
     /// The value cannot be written as JSON.
@@ -38,8 +38,8 @@ impl OutputFormat {
         Ok(())
     }
 
-    /// Prints a failure as JSON, unless the command already printed its output: standard output
-    /// must contain only one JSON document.
+    /// Prints a failure as JSON if the format is JSON, unless the command already printed its
+    /// output: standard output must contain only one JSON document.
     pub(crate) fn print_failure(self, failure: &CliError) {
         if self == Self::Json && !PRINTED.load(Ordering::Relaxed) {
             print_line(
@@ -56,7 +56,7 @@ static PRINTED: AtomicBool = AtomicBool::new(false);
 /// The first error of a write to standard output.
 static WRITE_ERROR: OnceLock<io::Error> = OnceLock::new();
 
-/// Checks that standard output took everything that was printed.
+/// Checks that everything was written to standard output.
 ///
 /// # Errors
 /// A write failed, for example because the disk is full.
@@ -69,8 +69,9 @@ pub(crate) fn check_printed() -> Result<(), CliError> {
     }
 }
 
-/// Prints lines on standard output, without control characters that a terminal would interpret.
-/// Ignores a closed pipe, as with `head`; [`check_printed`] reports other errors.
+/// Prints lines on standard output. Replaces control characters except line breaks, since a
+/// terminal would interpret them. Ignores a closed pipe, as with `head`; [`check_printed`] returns
+/// other errors.
 pub(crate) fn print_line(text: &str) {
     PRINTED.store(true, Ordering::Relaxed);
     let replace_control = |character: char| {
@@ -95,6 +96,7 @@ pub(crate) fn now_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, ms)
 }
 
+/// A duration in whole milliseconds.
 pub(crate) fn ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
@@ -114,7 +116,7 @@ struct UncheckedItem {
 }
 
 impl Unchecked {
-    /// Adds an item once.
+    /// Adds an item, unless it was added before.
     pub(crate) fn note(&mut self, item: impl Into<String>, why: CliError) {
         let item = item.into();
         if !self.0.iter().any(|it| it.item == item) {
@@ -154,7 +156,8 @@ impl Unchecked {
         match self.names() {
             None => Ok(()),
             Some(names) => {
-                // A build with that feature would check it: report that.
+                // A missing feature has its own exit code, since another build would check the
+                // item.
                 if let Some(feature_missing) = self
                     .0
                     .iter()
@@ -227,7 +230,7 @@ pub(crate) fn duration_text(duration: Duration) -> String {
     text
 }
 
-/// Text from outside, on one line and without control characters.
+/// A text from a broker, store or file, with its control characters, also line breaks, replaced.
 pub(crate) fn printable(text: &str) -> String {
     text.chars()
         .map(|character| {
@@ -240,7 +243,7 @@ pub(crate) fn printable(text: &str) -> String {
         .collect()
 }
 
-/// The maximum characters of a cell, and of the last cell of a row.
+/// The maximum number of characters of a cell, and of the last cell of a row. Longer cells are cut.
 const CELL: usize = 72;
 const LAST_CELL: usize = 400;
 

@@ -20,7 +20,7 @@ pub(crate) struct PlanArgs {
     /// How long done ids are remembered; by default `gate.dedup-window`
     #[arg(long, value_name = "TIME")]
     window: Option<TimeArg>,
-    /// Bytes of an id; a UUID has 36. Longer ids than 200 bytes are hashed
+    /// Bytes of an id; a UUID has 36. Ids longer than 200 bytes are hashed
     #[arg(long, default_value_t = 36, value_parser = clap::value_parser!(u64).range(1..=MAX_ID_BYTES))]
     id_bytes: u64,
     /// Consumer processes
@@ -72,7 +72,7 @@ pub(crate) fn run(context: &CliContext, arguments: &PlanArgs) -> Result<(), CliE
         primaries: arguments.primaries,
     };
     let estimate = plan(&load);
-    // The calculation saturates.
+    // The calculation saturates at `u64::MAX` instead of overflowing.
     let all_memory = estimate.memory.saturating_mul(arguments.primaries);
     if [
         estimate.markers,
@@ -107,7 +107,7 @@ pub(crate) fn run(context: &CliContext, arguments: &PlanArgs) -> Result<(), CliE
     context.format.print(&json, text)
 }
 
-/// A size in its largest decimal unit.
+/// A size in the largest decimal unit that it reaches, with one digit after the point.
 pub(crate) fn bytes(bytes: u64) -> String {
     let units = [
         (1_000_000_000_000, "TB"),

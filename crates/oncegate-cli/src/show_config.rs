@@ -28,7 +28,7 @@ pub(crate) enum ConfigCommand {
     Keys,
 }
 
-/// A configured setting.
+/// A setting that has a value, with its source.
 #[derive(Serialize)]
 struct ConfigEntry {
     key: &'static str,
@@ -36,7 +36,7 @@ struct ConfigEntry {
     from: String,
 }
 
-/// A known setting.
+/// A setting that exists.
 #[derive(Serialize)]
 struct SettingEntry {
     key: &'static str,
@@ -46,12 +46,12 @@ struct SettingEntry {
 }
 
 pub(crate) fn run(context: &CliContext, command: ConfigCommand) -> Result<(), CliError> {
-    // An existing empty file is intentional, and missing consumer settings are reported below.
-    let works_unconfigured = matches!(
+    // An existing file may be empty on purpose, and `check --consumer` names the missing settings.
+    let needs_no_settings = matches!(
         command,
         ConfigCommand::Keys | ConfigCommand::Check { consumer: true, .. }
     );
-    if !works_unconfigured && context.config.file().is_none() {
+    if !needs_no_settings && context.config.file().is_none() {
         context.check_configured()?;
     }
     match command {
@@ -107,7 +107,7 @@ fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
     unchecked.end()
 }
 
-/// The error for a configured store that this build does not include.
+/// The error for a configured store that this build does not include; `None` if it does.
 fn missing_store_feature(context: &CliContext) -> Result<Option<CliError>, CliError> {
     Ok(match context.config.store_kind()? {
         Some(StoreKind::Redis) if cfg!(not(feature = "redis")) => {
@@ -163,6 +163,7 @@ fn keys(context: &CliContext) -> Result<(), CliError> {
     context.format.print(&all, table)
 }
 
+/// The value of a setting as JSON, with its secrets hidden.
 fn display_value(redaction: Redaction, value: &SettingValue) -> serde_json::Value {
     let text = |text: &str| match redaction {
         Redaction::Nothing => text.to_owned(),
@@ -186,11 +187,11 @@ fn display_value(redaction: Redaction, value: &SettingValue) -> serde_json::Valu
     }
 }
 
-/// Replaces a secret.
+/// Printed in place of a secret.
 const HIDDEN: &str = "***";
 
-/// Hides the text between the user and the last `@`, since a password may contain any character,
-/// and the query, which may contain a password.
+/// A URL with the text between the user and the last `@` hidden, since a password may contain any
+/// character, and with the query hidden, which may contain a password.
 pub(crate) fn without_password(url: &str) -> String {
     let from = url.find("://").map_or(0, |at| at + 3);
     let Some(to) = url.rfind('@').filter(|to| *to >= from) else {

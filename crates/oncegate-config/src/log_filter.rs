@@ -37,7 +37,10 @@ pub(crate) fn with_oncegate_warnings(text: &str) -> String {
 fn is_consumer_crate(target: &str) -> bool {
     target == "oncegate"
         || target.strip_prefix("oncegate_").is_some_and(|name| {
-            ["admin", "amqp", "config", "core", "kafka", "postgres", "redis", "sql"].contains(&name)
+            [
+                "admin", "amqp", "config", "core", "kafka", "postgres", "redis", "sql",
+            ]
+            .contains(&name)
         })
 }
 

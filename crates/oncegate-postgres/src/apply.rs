@@ -1,5 +1,6 @@
-//! Applies operations optimistically: each assumes the usual state of its key and is a compare-and-set.
-//! If the key was in another state, the operation is decided by that state, and tried again.
+//! Applies operations optimistically. The first statement assumes the usual state of each key and
+//! writes by compare-and-set. For each key in another state it returns the row, from which
+//! `marker::apply` decides the write of the next statement.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -12,18 +13,19 @@ use sqlx::postgres::PgConnection;
 
 use crate::statement::{MarkerStep, MarkerStepResult, SelectedRow, Steps};
 
-/// The answers of a batch as far as they are known, and which operations are in a statement that has no
-/// reply yet.
+/// The answers of a batch that are known so far.
 pub(crate) struct Progress {
     answers: Vec<Option<Result<Verdict, StoreFailure>>>,
     /// Operations in a statement that was sent and has no reply yet.
     sent: Vec<usize>,
 }
 
-/// An operation, and what to do if its step is applied.
-struct Attempted {
+/// The step of an operation for the next statement.
+struct PlannedStep {
+    /// The index of the operation in its batch.
     index: usize,
     step: MarkerStep,
+    /// The answer if the step is applied; `None` for [`MarkerStep::Read`].
     verdict: Option<Verdict>,
 }
 
@@ -35,8 +37,8 @@ impl Progress {
         }
     }
 
-    /// The answers; `failure` for operations that have none. It is a failure that applied nothing,
-    /// unless they were in a statement that was sent.
+    /// The answers, or `failure` for operations that have none. For operations that were not in a
+    /// statement without a reply, the failure becomes one that applied nothing.
     pub(crate) fn into_answers(
         self,
         failure: Option<StoreFailure>,
@@ -50,7 +52,7 @@ impl Progress {
                     Err(match failure.clone() {
                         None => missing(),
                         Some(failure) if sent.contains(&index) => failure,
-                        Some(failure) => before_sending(failure),
+                        Some(failure) => of_unsent_operation(failure),
                     })
                 })
             })
@@ -58,19 +60,19 @@ impl Progress {
     }
 }
 
-/// The same failure of an operation that was not sent.
-fn before_sending(failure: StoreFailure) -> StoreFailure {
+/// The failure of an operation that was not sent: an unknown outcome becomes "not applied".
+fn of_unsent_operation(failure: StoreFailure) -> StoreFailure {
     match failure {
         StoreFailure::Unknown(problem) => StoreFailure::NotApplied(problem),
         failure => failure,
     }
 }
 
-/// Applies the operations, those on one key in their order. Repeats until each is answered; the
-/// caller bounds the time.
+/// Applies the operations; those on the same key in their order, each in a round of its own.
+/// Repeats until each is answered; the caller limits the time.
 ///
 /// # Errors
-/// PostgreSQL's. `progress` has the answers up to then.
+/// The connection or a statement failed. `progress` has the answers so far.
 pub(crate) async fn run(
     connection: &mut PgConnection,
     operations: &[Operation],
@@ -88,31 +90,31 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// Applies operations on different keys.
+/// Applies operations of which no two have the same key.
 async fn run_round(
     connection: &mut PgConnection,
     operations: &[Operation],
     round: &[usize],
     progress: &mut Progress,
 ) -> Result<(), sqlx::Error> {
-    let mut steps: Vec<Attempted> = round
+    let mut steps: Vec<PlannedStep> = round
         .iter()
-        .map(|index| guess(*index, &operations[*index]))
+        .map(|index| first_step(*index, &operations[*index]))
         .collect();
     while !steps.is_empty() {
         let mut parameters = Steps::default();
         let mut by_key = HashMap::with_capacity(steps.len());
         progress.sent.clear();
-        // Two batches that write the same rows must lock them in the same order.
+        // Concurrent batches must lock the same rows in the same order, or they may deadlock.
         steps.sort_unstable_by(|one, other| {
-            let key = |it: &Attempted| operations[it.index].key.as_bytes();
+            let key = |it: &PlannedStep| operations[it.index].key.as_bytes();
             key(one).cmp(key(other))
         });
-        for attempted in steps.drain(..) {
-            let key = operations[attempted.index].key.as_str();
-            parameters.push(key, attempted.step);
-            progress.sent.push(attempted.index);
-            by_key.insert(key, (attempted.index, attempted.verdict));
+        for planned in steps.drain(..) {
+            let key = operations[planned.index].key.as_str();
+            parameters.push(key, planned.step);
+            progress.sent.push(planned.index);
+            by_key.insert(key, (planned.index, planned.verdict));
         }
         for (key, result) in parameters.execute(connection).await? {
             let Some((index, verdict)) = by_key.remove(key.as_str()) else {
@@ -122,10 +124,10 @@ async fn run_round(
                 (MarkerStepResult::Applied, Some(verdict)) => {
                     progress.answers[index] = Some(Ok(verdict));
                 }
-                // A read is never applied.
+                // Does not occur: only a read has no verdict, and it is never applied.
                 (MarkerStepResult::Applied, None) => {}
-                (MarkerStepResult::Found(found), _) => {
-                    match decide(index, &operations[index], found) {
+                (MarkerStepResult::NotApplied(found), _) => {
+                    match next_step(index, &operations[index], found) {
                         Ok(step) => steps.push(step),
                         Err(answer) => progress.answers[index] = Some(answer),
                     }
@@ -137,9 +139,10 @@ async fn run_round(
     Ok(())
 }
 
-/// The step for the usual state of the key: none for a claim, its own claim for a completion.
-fn guess(index: usize, operation: &Operation) -> Attempted {
-    let read = Attempted {
+/// The step for the usual state of the key: no row for a claim; for a completion, the claim of the
+/// same token in progress. Other operations start with a read.
+fn first_step(index: usize, operation: &Operation) -> PlannedStep {
+    let read = PlannedStep {
         index,
         step: MarkerStep::Read,
         verdict: None,
@@ -169,30 +172,33 @@ fn guess(index: usize, operation: &Operation) -> Attempted {
     else {
         return read;
     };
-    let (Some(row), time_to_live) = (MarkerColumns::of(marker), expires_after(time_to_live)) else {
+    let (Some(row), time_to_live) = (MarkerColumns::of(marker), time_to_live_ms(time_to_live))
+    else {
         return read;
     };
     let step = match ask {
         Ask::Claim => MarkerStep::Insert(row, time_to_live),
         _ => MarkerStep::ReplaceOwn(token.0, *attempt, row, time_to_live),
     };
-    Attempted {
+    PlannedStep {
         index,
         step,
         verdict: Some(verdict),
     }
 }
 
-/// The next step for an operation on this row, or its answer.
-fn decide(
+/// The next step of an operation whose key has this row; `Err` with the answer if nothing has to be
+/// written.
+fn next_step(
     index: usize,
     operation: &Operation,
     found: SelectedRow,
-) -> Result<Attempted, Result<Verdict, StoreFailure>> {
+) -> Result<PlannedStep, Result<Verdict, StoreFailure>> {
     let (marker, age, version) = match found {
         SelectedRow::Missing => (Marker::Absent, Age::Of(Duration::ZERO), None),
         SelectedRow::Unreadable => return Err(Err(unreadable(operation.key.as_str()))),
-        // It stays until it is swept or written again.
+        // An expired row counts as absent, and stays in the table until it is deleted or
+        // overwritten.
         SelectedRow::Row { version, left, .. } if left <= 0 => {
             (Marker::Absent, Age::Of(Duration::ZERO), Some(version))
         }
@@ -209,24 +215,26 @@ fn decide(
             let Some(row) = MarkerColumns::of(marker) else {
                 return Err(Ok(verdict)); // does not occur: an absent marker is deleted
             };
-            let time_to_live = expires_after(time_to_live);
+            let time_to_live = time_to_live_ms(time_to_live);
             match version {
                 Some(version) => MarkerStep::Replace(version, row, time_to_live),
                 None => MarkerStep::Insert(row, time_to_live),
             }
         }
     };
-    Ok(Attempted {
+    Ok(PlannedStep {
         index,
         step,
         verdict: Some(verdict),
     })
 }
 
-pub(crate) fn expires_after(time_to_live: Duration) -> i64 {
+/// A time to live in milliseconds, at least 1.
+pub(crate) fn time_to_live_ms(time_to_live: Duration) -> i64 {
     milliseconds(time_to_live).max(1)
 }
 
+/// The failure of an operation whose row this release cannot read.
 pub(crate) fn unreadable(key: &str) -> StoreFailure {
     StoreFailure::unreadable_marker(format!(
         "the row of {key} in oncegate_markers holds no marker that this release can read: delete the row, or upgrade oncegate here; \

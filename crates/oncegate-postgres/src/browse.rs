@@ -1,4 +1,4 @@
-//! Reads markers for tools.
+//! Reads markers and the audit for operators.
 
 use oncegate_core::marker::Marker;
 use oncegate_core::store::{ListedKey, MarkerWithExpiry};
@@ -26,8 +26,8 @@ macro_rules! select {
     };
 }
 
-const ONE: &str = select!("key = $1");
-const PAGE: &str = select!("key > $1 ORDER BY key LIMIT $2");
+const SELECT_ONE: &str = select!("key = $1");
+const SELECT_PAGE: &str = select!("key > $1 ORDER BY key LIMIT $2");
 
 /// A listing of all markers, page by page, in the order of their keys. Created by
 /// [`Postgres::browse`].
@@ -41,7 +41,7 @@ pub struct PostgresBrowse {
 
 impl PostgresBrowse {
     /// The next page, which may be empty; `None` after the last. A key that exists during the whole
-    /// listing is listed once; one that is added or removed during the scan may be missing.
+    /// listing is listed once; one that is added or removed meanwhile may be missing.
     ///
     /// # Errors
     /// As for [`Postgres::look`].
@@ -49,7 +49,7 @@ impl PostgresBrowse {
         let Some(after) = &self.after else {
             return Ok(None);
         };
-        let page = sqlx::query(PAGE).bind(after.clone()).bind(self.page);
+        let page = sqlx::query(SELECT_PAGE).bind(after.clone()).bind(self.page);
         let rows = self.store.read_rows(page).await?;
         let is_last = (rows.len() as i64) < self.page;
         self.after = match rows.last() {
@@ -82,7 +82,7 @@ impl Postgres {
     /// # Errors
     /// As for [`look`](Self::look).
     pub async fn look_with_expiry(&self, key: &Key) -> Result<MarkerWithExpiry, StoreError> {
-        let one = sqlx::query(ONE).bind(key.as_str().to_owned());
+        let one = sqlx::query(SELECT_ONE).bind(key.as_str().to_owned());
         match self.read_rows(one).await?.pop() {
             Some((name, row)) => marker(&name, row),
             None => Ok(MarkerWithExpiry::new(Marker::Absent, None)),
@@ -143,6 +143,7 @@ impl Postgres {
     }
 }
 
+/// The marker of a selected row; absent if the row is missing or expired.
 fn marker(key: &str, row: SelectedRow) -> Result<MarkerWithExpiry, StoreError> {
     match row {
         SelectedRow::Row { left, row, .. } if left > 0 => {

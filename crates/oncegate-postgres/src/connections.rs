@@ -1,4 +1,4 @@
-//! A few connections to one server.
+//! Up to [`MAX_CONNECTIONS`] connections to one server.
 
 use std::time::Duration;
 
@@ -9,17 +9,20 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::failure::{self, StatementStage};
 
-/// Two batches at a time, and one statement of a tool or of the deletion of expired markers.
+/// Two for the two concurrent batches of the consumer, and one for an operator's request, a lookup
+/// of the inbox, or the deletion of expired markers.
 const MAX_CONNECTIONS: usize = 3;
 
-/// The settings of each session. The planner's estimates for arrays, and the statistics of a table that grows quickly, are
-/// wrong by orders of magnitude: without these settings it may read the whole table for each batch.
+/// The settings of each session. The planner's estimates for arrays, and the statistics of a table
+/// that grows quickly, are wrong by orders of magnitude: without these settings it may read the
+/// whole table for each batch.
 ///
-/// `synchronous_commit` is on, also if the server's setting is changed to `off` later: an answered operation
-/// survives a crash.
+/// `synchronous_commit` is set for the session, so that an answered operation survives a crash also
+/// if the server's setting is changed to `off` later.
 ///
-/// Followed by `statement_timeout`: a statement that waits for a lock ends when the store gives it up. Otherwise each retry would
-/// leave one more session behind, up to `max_connections`.
+/// `connect` adds `statement_timeout`: the server then cancels a statement that waits for a lock
+/// when the store no longer waits for its reply. Otherwise each retry would leave one more waiting
+/// session, up to `max_connections`.
 const SESSION: &str = "SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off; SET jit = off;
     SET plan_cache_mode = force_generic_plan; SET default_transaction_isolation = 'read committed';
     SELECT set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), false)";
@@ -67,7 +70,10 @@ impl PostgresConnections {
         }
     }
 
-    /// An idle connection, or a new one.
+    /// Takes an idle connection, or opens a new one. Waits while [`MAX_CONNECTIONS`] are in use.
+    ///
+    /// # Errors
+    /// The URL is invalid, or connecting failed. Nothing was applied.
     pub(crate) async fn take(&self) -> Result<ConnectionGuard<'_>, StoreFailure> {
         let options = match &self.options {
             Ok(options) => options,
@@ -101,13 +107,15 @@ impl PostgresConnections {
         Ok(connection)
     }
 
-    /// Closes the idle connections: one has failed, so the server was probably restarted.
-    pub(crate) fn forget_idle(&self) {
+    /// Closes the idle connections. Called after a connection failed: the server was probably
+    /// restarted.
+    pub(crate) fn close_idle(&self) {
         self.idle.lock().clear();
     }
 
-    /// Runs a request within a timeout. An error is of this stage; a request that changes nothing is of
-    /// [`StatementStage::Connecting`], because it can always be repeated.
+    /// Runs a request within a timeout. `stage` decides whether an error may have applied it; for a
+    /// request that changes nothing it is [`StatementStage::Connecting`], because such a request
+    /// can always be repeated.
     pub(crate) async fn request<T>(
         &self,
         timeout: Duration,
@@ -122,7 +130,7 @@ impl PostgresConnections {
                     Ok(answer)
                 }
                 Err(error) => {
-                    self.forget_idle();
+                    self.close_idle();
                     Err(failure::of(error, stage, &self.server()))
                 }
             }
@@ -149,7 +157,7 @@ impl PostgresConnections {
             .await
     }
 
-    /// The text of a timeout.
+    /// The error text after a timeout.
     pub(crate) fn no_answer(&self, timeout: Duration) -> String {
         format!(
             "no answer from PostgreSQL at {} within {timeout:?}; check its load and the network, or raise Postgres::timeout",

@@ -8,21 +8,25 @@
 //!   `docs/upstream/sqlx-dropped-begin.md`.
 //! - *Tests:* `a_begin_that_is_dropped_leaves_no_open_transaction_in_the_pool` and
 //!   `a_savepoint_whose_begin_is_dropped_commits_nothing_without_the_record` in `tests/postgres`.
-//! - *May be removed* when sqlx rolls back what a dropped `begin` has sent, and nothing else.
+//! - *May be removed* when sqlx rolls back only the transaction or savepoint that a dropped `begin` has
+//!   begun.
 
 use oncegate_core::store::BoxError;
 use sqlx::postgres::PgConnection;
 use sqlx::{Connection, PgPool, Transaction};
 
-/// Begins a transaction in a task of its own, whose result is dropped if the caller was dropped.
+/// Begins a transaction in a task of its own, so that the `begin` ends also if this future is
+/// dropped; the dropped transaction is then rolled back.
 ///
 /// # Errors
-/// sqlx's.
+/// sqlx could not connect or begin the transaction.
 pub(crate) async fn begin(pool: &PgPool) -> Result<Transaction<'static, sqlx::Postgres>, BoxError> {
     let pool = pool.clone();
     Ok(tokio::spawn(async move { pool.begin().await }).await??)
 }
 
+/// Checks that the connection is in a transaction, before a statement of the handler.
+///
 /// # Panics
 /// The transaction was rolled back by a `begin` that failed or was dropped.
 pub(crate) fn assert_in_transaction(connection: &PgConnection) {

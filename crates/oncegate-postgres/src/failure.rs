@@ -1,4 +1,4 @@
-//! What an error of PostgreSQL means for an operation.
+//! Whether a failed operation may have been applied, by the error of PostgreSQL.
 
 use oncegate_core::internal::{Problem, StoreFailure};
 use sqlx::Error;
@@ -9,7 +9,7 @@ use sqlx::postgres::{PgDatabaseError, PgSeverity};
 pub(crate) enum StatementStage {
     /// Before a statement was sent.
     Connecting,
-    /// After a statement was sent, which commits if it succeeds.
+    /// While a statement was executed that commits if it succeeds.
     Executing,
     /// While the tables were created or updated.
     Migrating,
@@ -38,7 +38,7 @@ pub(crate) fn of(error: Error, stage: StatementStage, server: &str) -> StoreFail
 fn remedy(code: &str, stage: StatementStage) -> Option<&'static str> {
     Some(match code {
         "42501" if stage == StatementStage::Migrating => {
-            "GRANT USAGE, CREATE ON SCHEMA … TO this user, or create the tables as another one with Postgres::migrate"
+            "GRANT USAGE, CREATE ON SCHEMA … TO this user, or create the tables as another user with Postgres::migrate"
         }
         "3F000" => "create a schema of this user's search_path, or correct the search_path",
         "42P07" => {
@@ -56,8 +56,8 @@ fn remedy(code: &str, stage: StatementStage) -> Option<&'static str> {
     })
 }
 
-/// Whether the server rolled the transaction back, by the error of its commit. Once it is committed, the
-/// server reports no error that keeps the session.
+/// Whether the error of a COMMIT proves that the server rolled the transaction back. After it has
+/// committed, the server only reports errors that end the session (not those of severity ERROR).
 pub(crate) fn was_rolled_back(error: &Error) -> bool {
     let error = error
         .as_database_error()
@@ -65,8 +65,9 @@ pub(crate) fn was_rolled_back(error: &Error) -> bool {
     error.is_some_and(|error| error.severity() == PgSeverity::Error && error.code() != "40003")
 }
 
-/// Whether the server rolled the statement back. Only these classes are always raised before the
-/// commit. A session that waits for a replica after it may end with class 57.
+/// Whether the server rolled the statement back. The listed classes are raised only before the
+/// commit. Class 57 is not listed: a session that has committed and waits for a replica may end
+/// with it.
 fn is_rolled_back(code: &str) -> bool {
     // 57014: cancelled by `statement_timeout` or by an operator.
     code == "57014"

@@ -13,24 +13,25 @@ use oncegate_core::{Guarantee, Inbox, Persistence, Store, StoreError};
 use sqlx::postgres::PgConnection;
 use sqlx::{AssertSqlSafe, Executor, PgPool, Row, Transaction, query};
 
-use crate::apply::{expires_after, unreadable};
+use crate::apply::{time_to_live_ms, unreadable};
 use crate::dropped_begin;
 use crate::failure;
 use crate::preflight;
 use crate::statement::{SelectedRow, decode_row};
 use crate::store::Postgres;
 
-/// How long a transaction waits for another one with the same record before it gives its connection
-/// back.
+/// How long a transaction waits for another one with the same record before it fails and its
+/// connection returns to the pool.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Added to the handler timeout: the server ends a transaction that has been idle for longer, for
 /// example after the machine of its client failed.
 const IDLE_MARGIN: Duration = Duration::from_secs(10);
 
-/// Inserts the record, or replaces one that has expired. Waits for another transaction with the same
-/// key. Sets `lock_timeout` to $5 for this statement only, and `idle_in_transaction_session_timeout` to
-/// $6. Returns the id of this transaction and the table; no row if there is a live record.
+/// Inserts the record, or replaces one that has expired; with $4, replaces any. Waits for another
+/// transaction with the same key. Sets `lock_timeout` to $5 for this statement only, and
+/// `idle_in_transaction_session_timeout` to $6. Returns the id of this transaction and the table;
+/// no row if there is a live record.
 const INSERT: &str = "
 WITH settings AS MATERIALIZED (
     SELECT set_config('oncegate.lock_timeout',
@@ -47,14 +48,14 @@ RETURNING pg_current_xact_id()::text, m.tableoid::int8, set_config('lock_timeout
 /// Returns the id of the current transaction, or an error if a statement of it has failed.
 const CURRENT: &str = "SELECT pg_current_xact_id_if_assigned()::text";
 
-/// A parameter that does not exist: the error that names it says that the current transaction is
-/// another one.
+/// A configuration parameter that does not exist. [`commit_statements`] reads it if the current
+/// transaction is not that of the message, so that PostgreSQL returns an error with this name.
 const ENDED_BY_HANDLER: &str = "oncegate.transaction_ended_by_handler";
 
 /// Commits the transaction with this id, in one request: PostgreSQL executes no statement after one
-/// that failed. Sets `synchronous_commit` to `on` if it is `off`, so that the commit survives a crash of
-/// the server. Begins an empty transaction, for the ROLLBACK that sqlx sends with the connection's return
-/// to the pool.
+/// that failed. Sets `synchronous_commit` to `on` if it is `off`, so that the commit survives a
+/// crash of the server. `AND CHAIN` begins an empty transaction, because sqlx sends a ROLLBACK when
+/// it returns the connection to the pool.
 fn commit_statements(id: &str) -> AssertSqlSafe<String> {
     AssertSqlSafe(format!(
         "SELECT set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), true),
@@ -63,8 +64,8 @@ fn commit_statements(id: &str) -> AssertSqlSafe<String> {
     ))
 }
 
-/// Whether a transaction committed the record of a key, and its state.
-const STATUS: &str = "
+/// Whether a transaction committed the record of a key, and the status of the transaction.
+const OUTCOME: &str = "
 SELECT EXISTS (SELECT FROM oncegate_markers WHERE key = $1 AND xmin::text = $2::xid8::xid::text), pg_xact_status($2::xid8)";
 
 /// The rows of some keys.
@@ -74,7 +75,7 @@ SELECT m.key, m.xmin::text, greatest(m.expires, 0) - now, m.state, m.fingerprint
     m.lease, m.horizon, m.guarantee
 FROM clock, unnest($1::text[]) AS wanted (key) JOIN oncegate_markers AS m ON m.key = wanted.key";
 
-/// The row of the key that the record was not inserted for, locked.
+/// Locks and returns the row because of which [`INSERT`] inserted no record.
 const LOCK: &str = "
 SELECT m.key, m.xmin::text, greatest(m.expires, 0) - floor(extract(epoch FROM clock_timestamp()) * 1000)::int8, m.state, m.fingerprint,
     m.attempt, m.base, m.crashes, m.effect, m.token, m.lease, m.horizon, m.guarantee
@@ -84,8 +85,8 @@ FROM oncegate_markers AS m WHERE m.key = $1 FOR UPDATE";
 /// PostgreSQL database, version 14 or newer: the changes of a message are committed exactly once.
 ///
 /// Each message has a transaction on a connection of the pool, in its default isolation level. A
-/// second copy of a message waits until the transaction of the first has ended. Records are looked up
-/// over up to three connections that do not count as the pool's.
+/// second copy of a message waits until the transaction of the first has ended. Records are looked
+/// up over up to three connections that do not count as the pool's.
 ///
 /// Expired records are deleted in the background.
 ///
@@ -121,12 +122,12 @@ FROM oncegate_markers AS m WHERE m.key = $1 FOR UPDATE";
 pub struct PostgresInbox {
     pool: PgPool,
     store: Postgres,
-    /// The table that the check at the start has found.
+    /// The oid of `oncegate_markers` that the preflight found.
     table: Arc<OnceLock<i64>>,
 }
 
-/// The transaction of one message, with its record. The consumer commits it; dropped, it is rolled
-/// back.
+/// The transaction of one message, with its record. The consumer commits it; if it is dropped, it
+/// is rolled back.
 pub struct PostgresTransaction {
     inner: Transaction<'static, sqlx::Postgres>,
     /// The id that PostgreSQL gave the transaction.
@@ -135,8 +136,8 @@ pub struct PostgresTransaction {
 }
 
 impl PostgresInbox {
-    /// The inbox in the database of this pool. The schema of the tables is found as by
-    /// [`Postgres::url`].
+    /// The inbox in the database of this pool. The tables are searched in the schemas of the
+    /// user's `search_path`, as by [`Postgres::url`].
     pub fn new(pool: PgPool) -> Self {
         let store = Postgres::pool(&pool);
         Self {
@@ -153,7 +154,7 @@ impl PostgresInbox {
         self
     }
 
-    /// Where the connections of the pool find the table, and what they may do.
+    /// The state of the server and the table, as a connection of the pool sees it.
     async fn inspect_pool(&self) -> Result<preflight::PostgresState, StoreFailure> {
         let inspect = async {
             let mut connection = self.pool.acquire().await?;
@@ -170,20 +171,21 @@ impl PostgresInbox {
 }
 
 impl PostgresTransaction {
-    /// The connection, on which everything belongs to the transaction. A savepoint is
+    /// The connection, whose statements belong to the transaction. A savepoint is
     /// `transaction.connection().begin()`.
     ///
-    /// Call it for each statement, and do not drop that `begin()` before it has ended, for example by
-    /// a timeout: sqlx then rolls back the whole transaction, and later statements would be committed
-    /// one by one, without the record of the message.
+    /// Call it for each statement, and do not drop that `begin()` before it has ended, for example
+    /// by a timeout: sqlx then rolls back the whole transaction, and later statements would be
+    /// committed one by one, without the record of the message.
     ///
-    /// Do not execute `COMMIT` or `ROLLBACK` here: the consumer then finds that its transaction has
-    /// ended, and dead-letters the message. Nor `SET`, which would outlast the transaction: use
-    /// `SET LOCAL`.
+    /// Do not execute `COMMIT` or `ROLLBACK`: the consumer then finds that its transaction has
+    /// ended, and dead-letters the message. Do not execute `SET`, which would outlast the
+    /// transaction; use `SET LOCAL`.
     ///
     /// # Panics
-    /// The transaction was rolled back by a `begin()` that failed or was dropped. The message is handled
-    /// again. Without another call, it is dead-lettered: a statement may have been committed alone.
+    /// A `begin()` that failed or was dropped has rolled the transaction back. The message is
+    /// handled again. If this method is not called after such a `begin()`, the message is
+    /// dead-lettered, because a statement may have been committed without the record.
     pub fn connection(&mut self) -> &mut PgConnection {
         dropped_begin::assert_in_transaction(&self.inner);
         &mut self.inner
@@ -212,7 +214,7 @@ impl Inbox for PostgresInbox {
             .read(self.store.timeout_setting(), preflight::inspect)
             .await?;
         let table = of_pool.check_same_table(&of_store, &server)?;
-        let _ = self.table.set(table); // found before by a clone
+        let _ = self.table.set(table); // fails if a clone has set it
         Ok(())
     }
 
@@ -282,8 +284,8 @@ impl Inbox for PostgresInbox {
         let Err(error) = transaction.inner.execute(commit).await else {
             return Ok(());
         };
-        // PostgreSQL alone would answer the COMMIT of a transaction in which a statement failed without
-        // an error, and roll it back.
+        // A COMMIT alone would return no error: PostgreSQL rolls back a transaction in which a
+        // statement failed, and reports success.
         if is_aborted(&error) {
             self.roll_back_and_check(transaction).await?;
             return Err(CommitError::RolledBack(
@@ -296,11 +298,11 @@ impl Inbox for PostgresInbox {
         if failure::was_rolled_back(&error) {
             return Err(CommitError::RolledBack(error.into()));
         }
-        // The connection is lost, perhaps since before the COMMIT.
-        match self.status(&transaction.key, &transaction.id).await {
-            TransactionStatus::Committed => Ok(()),
-            TransactionStatus::RolledBack => Err(CommitError::RolledBack(error.into())),
-            TransactionStatus::Unknown => Err(CommitError::Unknown(error.into())),
+        // The connection is lost, before or after the server executed the COMMIT.
+        match self.outcome(&transaction.key, &transaction.id).await {
+            TransactionOutcome::Committed => Ok(()),
+            TransactionOutcome::RolledBack => Err(CommitError::RolledBack(error.into())),
+            TransactionOutcome::Unknown => Err(CommitError::Unknown(error.into())),
         }
     }
 
@@ -317,30 +319,31 @@ impl Inbox for PostgresInbox {
 
 /// Which transaction a connection is in.
 enum TransactionState {
-    /// That of the message.
+    /// The transaction of the message.
     Current,
-    /// One in which a statement failed.
+    /// A transaction in which a statement failed.
     Failed,
-    /// Another one, or none.
+    /// Another transaction than that of the message, or none.
     Other,
-    /// Unknown: the connection is lost.
+    /// The connection is lost.
     Lost,
 }
 
 impl PostgresTransaction {
+    /// Asks the server which transaction the connection is in.
     async fn state(&mut self) -> TransactionState {
         let current = query(CURRENT).fetch_one(&mut *self.inner).await;
         match current.and_then(|row| row.try_get::<Option<String>, _>(0)) {
             Ok(current) if current.as_ref() == Some(&self.id) => TransactionState::Current,
-            // Also after a `begin` of the handler that failed because an earlier statement had: sqlx
-            // then rolls back all.
+            // Also if an earlier statement and then a `begin` of the handler failed: sqlx has
+            // rolled back the whole transaction.
             Ok(_) => TransactionState::Other,
             Err(error) if is_aborted(&error) => TransactionState::Failed,
             Err(_) => TransactionState::Lost,
         }
     }
 
-    /// Rolls back what the handler left open, and returns the error.
+    /// Rolls back the transaction that the handler has begun, if any, and returns the error.
     async fn ended_by_handler(self) -> CommitError {
         let _ = self.inner.rollback().await; // fails if nothing is open
         CommitError::EndedByHandler(
@@ -352,53 +355,53 @@ impl PostgresTransaction {
     }
 }
 
-/// What became of a transaction.
+/// The outcome of a transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum TransactionStatus {
+enum TransactionOutcome {
     Committed,
     RolledBack,
-    /// It is still running, or the server does not know it, as after a failover.
+    /// The transaction is in progress, or the server does not know it, as after a failover.
     Unknown,
 }
 
-/// What became of the transaction with this id, by the record of its key.
-async fn status(
+/// The outcome of the transaction with this id, by the record of its key.
+async fn outcome(
     connection: &mut PgConnection,
     key: &str,
     id: &str,
-) -> Result<TransactionStatus, sqlx::Error> {
-    let found = query(STATUS).bind(key).bind(id);
+) -> Result<TransactionOutcome, sqlx::Error> {
+    let found = query(OUTCOME).bind(key).bind(id);
     let found = found.fetch_one(connection).await?;
     Ok(match (found.try_get(0)?, found.try_get(1)?) {
-        (true, _) => TransactionStatus::Committed,
-        (false, Some("aborted")) => TransactionStatus::RolledBack,
-        (false, _) => TransactionStatus::Unknown,
+        (true, _) => TransactionOutcome::Committed,
+        (false, Some("aborted")) => TransactionOutcome::RolledBack,
+        (false, _) => TransactionOutcome::Unknown,
     })
 }
 
 impl PostgresInbox {
-    /// Asks on another connection.
-    async fn status(&self, key: &str, id: &str) -> TransactionStatus {
+    /// Reads the outcome of a transaction on a connection of the store.
+    async fn outcome(&self, key: &str, id: &str) -> TransactionOutcome {
         let timeout = self.store.timeout_setting();
-        let read = async |connection: &mut PgConnection| status(connection, key, id).await;
-        let status = self.store.connections().read(timeout, read).await;
-        status.unwrap_or(TransactionStatus::Unknown)
+        let read = async |connection: &mut PgConnection| outcome(connection, key, id).await;
+        let outcome = self.store.connections().read(timeout, read).await;
+        outcome.unwrap_or(TransactionOutcome::Unknown)
     }
 
-    /// Sends ROLLBACK, and checks that the record was not committed: the handler may have committed the
-    /// transaction and begun another one, in which a statement failed.
+    /// Sends ROLLBACK, and checks that the record was not committed: the handler may have committed
+    /// the transaction and begun another one, in which a statement failed.
     async fn roll_back_and_check(
         &self,
         mut transaction: PostgresTransaction,
     ) -> Result<(), CommitError> {
         if transaction.inner.execute("ROLLBACK").await.is_err() {
-            return Ok(());
+            return Ok(()); // the connection is lost: the server rolls back
         }
-        let status = status(&mut transaction.inner, &transaction.key, &transaction.id).await;
-        if let Ok(TransactionStatus::Committed) = status {
+        let outcome = outcome(&mut transaction.inner, &transaction.key, &transaction.id).await;
+        if let Ok(TransactionOutcome::Committed) = outcome {
             return Err(transaction.ended_by_handler().await);
         }
-        let _ = transaction.inner.rollback().await; // for sqlx: nothing is open
+        let _ = transaction.inner.rollback().await; // resets sqlx; nothing is open
         Ok(())
     }
 }
@@ -410,8 +413,8 @@ enum Replace {
     Any,
 }
 
-/// Inserts the record of a claim. Returns the id of the transaction and the table, or `None` if there is
-/// a row that may not be replaced.
+/// Inserts the record of a claim. Returns the id of the transaction and the oid of the table, or
+/// `None` if the key has a row that may not be replaced.
 async fn insert(
     connection: &mut PgConnection,
     claim: &Operation,
@@ -423,7 +426,7 @@ async fn insert(
     let idle = milliseconds(longest_run.saturating_add(IDLE_MARGIN)).min(i32::MAX.into());
     let inserted = query(INSERT)
         .bind(claim.key.as_str())
-        .bind(expires_after(time_to_live))
+        .bind(time_to_live_ms(time_to_live))
         .bind(columns.and_then(|columns| columns.fingerprint))
         .bind(replace == Replace::Any)
         .bind(milliseconds(LOCK_TIMEOUT).to_string())
@@ -435,7 +438,8 @@ async fn insert(
         .transpose()
 }
 
-/// What a row says about a claim.
+/// The verdict for a claim on a key with this row; without a row, or with an expired one, the key
+/// is absent.
 fn verdict(claim: &Operation, row: Option<&SelectedRow>) -> Result<Verdict, StoreError> {
     let key = claim.key.as_str();
     let (marker, age) = match row {

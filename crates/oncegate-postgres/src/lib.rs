@@ -1,7 +1,8 @@
-//! The PostgreSQL store of oncegate: [`Postgres::url`], or [`Postgres::pool`] with the options of an
-//! sqlx pool; PostgreSQL 14 or newer.
+//! The PostgreSQL store of oncegate: [`Postgres::url`], or [`Postgres::pool`] with the options of
+//! an sqlx pool; PostgreSQL 14 or newer.
 //!
-//! Its metrics are [`POSTGRES_METRICS`]; call [`describe`](oncegate_core::metric::Metric::describe) on each.
+//! Its metrics are [`POSTGRES_METRICS`]; call [`describe`](oncegate_core::metric::Metric::describe)
+//! on each.
 //!
 //! A batch of claims of new ids and of completions is one statement: one round trip and one commit.
 #![forbid(unsafe_code)]

@@ -1,4 +1,5 @@
-//! The checks at the start, and whether answered operations survive a crash of the server.
+//! The checks at the start: whether the server and the table can be used, and whether answered
+//! operations survive a crash of the server.
 
 use oncegate_core::Persistence;
 use oncegate_core::internal::StoreFailure;
@@ -8,7 +9,7 @@ use sqlx::postgres::PgConnection;
 /// PostgreSQL 14: the first release that scans a range of `ctid`, which deletes expired rows.
 const OLDEST_VERSION: i32 = 140_000;
 
-/// What decides whether the server can keep a guarantee.
+/// The settings of the server and the properties of the table that the guarantees depend on.
 #[derive(Clone, Debug)]
 pub(crate) struct PostgresState {
     version: i32,
@@ -18,6 +19,7 @@ pub(crate) struct PostgresState {
     full_page_writes: String,
     is_unlogged: bool,
     has_rights: bool,
+    /// The oid of `oncegate_markers`, by the `search_path` of the session.
     table: Option<i64>,
 }
 
@@ -32,7 +34,7 @@ SELECT current_setting('server_version_num')::int4, pg_is_in_recovery(), current
 /// Reads the state of the server.
 ///
 /// # Errors
-/// PostgreSQL's.
+/// The query failed.
 pub(crate) async fn inspect(connection: &mut PgConnection) -> Result<PostgresState, sqlx::Error> {
     let row = sqlx::query(STATE).fetch_one(connection).await?;
     Ok(PostgresState {
@@ -48,10 +50,10 @@ pub(crate) async fn inspect(connection: &mut PgConnection) -> Result<PostgresSta
 }
 
 impl PostgresState {
-    /// Whether the server can be used at all, before the tables are looked at.
+    /// Checks that the server has a supported version and accepts writes.
     ///
     /// # Errors
-    /// What is wrong, and what to do.
+    /// It does not; the text has the remedy.
     pub(crate) fn check_server(&self, server: &str) -> Result<(), StoreFailure> {
         if self.version < OLDEST_VERSION {
             let (major, oldest) = (self.version / 10_000, OLDEST_VERSION / 10_000);
@@ -72,10 +74,10 @@ impl PostgresState {
         Ok(())
     }
 
-    /// Whether the user has the rights that the store needs.
+    /// Checks that the user has the rights on the table that the store needs.
     ///
     /// # Errors
-    /// Which are missing.
+    /// A right is missing; the text has the `GRANT` of all of them.
     pub(crate) fn check_rights(&self, server: &str, user: &str) -> Result<(), StoreFailure> {
         if self.has_rights {
             return Ok(());
@@ -86,10 +88,11 @@ impl PostgresState {
         )))
     }
 
-    /// The table, if these sessions, those of a pool, use the one that the store has found.
+    /// Checks that the sessions of a pool, whose state is `self`, use the table that the store
+    /// uses. Returns its oid.
     ///
     /// # Errors
-    /// They do not, or may not.
+    /// They find another table or none, or lack a right on it.
     pub(crate) fn check_same_table(&self, store: &Self, server: &str) -> Result<i64, StoreFailure> {
         if let Some(table) = self.table
             && self.table == store.table
@@ -98,7 +101,7 @@ impl PostgresState {
             return Ok(table);
         }
         Err(StoreFailure::misconfigured(format!(
-            "the connections of the pool to PostgreSQL at {server} do not find the same table oncegate_markers as the options of the \
+            "the connections of the pool to PostgreSQL at {server} find another table oncegate_markers than connections with the options of the \
              pool, or may not use it: set the user and the search_path in the options, not in after_connect"
         )))
     }

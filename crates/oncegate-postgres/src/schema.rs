@@ -7,10 +7,11 @@ use sqlx::{Connection, Executor, Row};
 /// The version of the tables that this release reads and writes.
 pub(crate) const VERSION: i32 = 1;
 
-/// The statements that lead from each version to the next.
+/// The statements that update the tables from each version to the next, the first from version 0.
 ///
-/// `fillfactor` leaves room on the page of a claim for its completion, which then changes no index. The settings of autovacuum are
-/// lower than PostgreSQL's, by which a fifth of the rows may be dead before it starts.
+/// `fillfactor` leaves room on the page of a claim for its completion, which then changes no index.
+/// The settings of autovacuum are lower than PostgreSQL's, by which a fifth of the rows may be dead
+/// before it starts.
 const MIGRATIONS: [&str; VERSION as usize] = ["
 CREATE TABLE oncegate_markers ( -- what oncegate remembers, one row per id; times in milliseconds, by this server's clock
     key         text COLLATE \"C\" PRIMARY KEY, -- <id>, or <scope>|<id>
@@ -31,17 +32,17 @@ CREATE TABLE IF NOT EXISTS oncegate_audit ( -- what operators did, one line of J
     number int8 GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     entry  text NOT NULL)"];
 
-/// The state of the tables.
+/// Whether the tables exist, and their version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SchemaVersion {
     Missing,
     Found(i32),
 }
 
-/// The version of the tables.
+/// Reads the version of the tables.
 ///
 /// # Errors
-/// PostgreSQL's.
+/// A query failed.
 pub(crate) async fn version(connection: &mut PgConnection) -> Result<SchemaVersion, sqlx::Error> {
     let exists = sqlx::query("SELECT to_regclass('oncegate_schema') IS NOT NULL AND to_regclass('oncegate_markers') IS NOT NULL")
         .fetch_one(&mut *connection)
@@ -57,7 +58,10 @@ pub(crate) async fn version(connection: &mut PgConnection) -> Result<SchemaVersi
         .map_or(SchemaVersion::Missing, SchemaVersion::Found))
 }
 
-/// What is wrong with the version of the tables, and what to do.
+/// Checks that the tables have the version of this release.
+///
+/// # Errors
+/// They do not exist, or have another version; the text has the remedy.
 pub(crate) fn check(found: SchemaVersion) -> Result<(), StoreFailure> {
     let remedy = match found {
         SchemaVersion::Found(VERSION) => return Ok(()),
@@ -67,26 +71,28 @@ pub(crate) fn check(found: SchemaVersion) -> Result<(), StoreFailure> {
                 .to_owned()
         }
         SchemaVersion::Found(older) if older < VERSION => format!(
-            "the tables have version {older}, this release needs {VERSION}: update them with \
+            "the tables have version {older}, this release supports {VERSION}: update them with \
              Postgres::create_tables or Postgres::migrate"
         ),
         SchemaVersion::Found(newer) => {
-            format!("the tables have version {newer}, this release knows {VERSION}: upgrade oncegate here")
+            format!("the tables have version {newer}, this release supports {VERSION}: upgrade oncegate here")
         }
     };
     Err(StoreFailure::Misconfigured(Problem::new(remedy)))
 }
 
-/// Creates or updates the tables, in one transaction. Returns the version before.
+/// Creates or updates the tables, in one transaction. Returns the version that they had. Changes
+/// nothing if that is this release's or newer.
 ///
 /// # Errors
-/// PostgreSQL's.
+/// A statement failed; nothing was changed, unless that was the commit.
 pub(crate) async fn migrate(connection: &mut PgConnection) -> Result<SchemaVersion, sqlx::Error> {
     let mut transaction = connection.begin().await?;
     transaction
         .execute("SET LOCAL statement_timeout = 0")
         .await?;
-    // Several processes may start at the same time. The number is random.
+    // Several processes may start at the same time: one migrates, the others wait. The lock's
+    // number is arbitrary.
     transaction
         .execute("SELECT pg_advisory_xact_lock(7310482266195035741)")
         .await?;

@@ -4,13 +4,17 @@ use oncegate_core::internal::MarkerColumns;
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Row, query};
 
-/// One step for each key, all in one transaction. A step that does not apply changes nothing. The last SELECT returns the
-/// row of each key whose step was not applied, as it was before this statement: all parts of a statement see the same snapshot. A step
-/// that lost a race is decided again by a stale row, and the next statement, with its own snapshot, does not apply it.
+/// One step for each key, all in one transaction. A step that does not apply changes nothing. The
+/// last SELECT returns the row of each key whose step was not applied, as it was before this
+/// statement: all parts of a statement see the same snapshot. If a concurrent transaction changed
+/// the row meanwhile, the returned row is stale. The step that is decided from it is not applied
+/// either, and that statement, with its own snapshot, returns the changed row.
 ///
-/// Kinds: 0 insert; 1 write and 3 delete, if the row is still that of the version `seen`; 2 write, if the row is a live claim with
-/// this token and attempt; 4 read. A version is `xmin`, the transaction that wrote the row: each write has a transaction of its own, and a
-/// version is used within one call.
+/// Kinds: 0 insert; 1 write and 3 delete, if the row is still that of the version `seen`; 2 write,
+/// if the row is a live claim with this token and attempt; 4 read. A version is `xmin`, the
+/// transaction that wrote the row. Each statement is a transaction and writes a row at most once,
+/// so an equal version proves an unchanged row. A version is compared only within one call of
+/// `Store::apply`, too short for transaction ids to be reused.
 const APPLY: &str = "
 WITH clock AS MATERIALIZED (SELECT floor(extract(epoch FROM statement_timestamp()) * 1000)::int8 AS now),
 step AS MATERIALIZED (
@@ -79,12 +83,12 @@ pub(crate) struct Steps<'a> {
     rows: Vec<MarkerColumns>,
 }
 
-/// What became of a step.
+/// The result of a step.
 #[derive(Debug)]
 pub(crate) enum MarkerStepResult {
     Applied,
-    /// It was not applied.
-    Found(SelectedRow),
+    /// The key is not in the expected state; its row.
+    NotApplied(SelectedRow),
 }
 
 /// The row of a key.
@@ -102,8 +106,9 @@ pub(crate) enum SelectedRow {
 }
 
 impl<'a> Steps<'a> {
-    pub(crate) fn push(&mut self, key: &'a str, kind: MarkerStep) {
-        let (number, seen, own, written) = match kind {
+    /// Adds the step of a key.
+    pub(crate) fn push(&mut self, key: &'a str, step: MarkerStep) {
+        let (kind, seen, own, written) = match step {
             MarkerStep::Insert(row, time_to_live) => (0, None, None, Some((row, time_to_live))),
             MarkerStep::Replace(version, row, time_to_live) => {
                 (1, Some(version), None, Some((row, time_to_live)))
@@ -115,7 +120,7 @@ impl<'a> Steps<'a> {
             MarkerStep::Read => (4, None, None, None),
         };
         self.keys.push(key);
-        self.kinds.push(number);
+        self.kinds.push(kind);
         self.seen.push(seen);
         self.own_tokens
             .push(own.map(|(token, _)| token.to_be_bytes()));
@@ -127,7 +132,10 @@ impl<'a> Steps<'a> {
             .push(written.map_or_else(MarkerColumns::default, |(row, _)| row));
     }
 
-    /// Executes the steps; each key has at most one. Returns the result of each key, in any order.
+    /// Executes the steps, at most one for each key. Returns the result of each key, in any order.
+    ///
+    /// # Errors
+    /// The statement failed, or its outcome is unknown because the connection was lost.
     pub(crate) async fn execute(
         &self,
         connection: &mut PgConnection,
@@ -168,7 +176,7 @@ impl<'a> Steps<'a> {
                 let key = answer.try_get::<String, _>(0)?;
                 let result = match answer.try_get(1)? {
                     true => MarkerStepResult::Applied,
-                    false => MarkerStepResult::Found(decode_row(answer, 2)?),
+                    false => MarkerStepResult::NotApplied(decode_row(answer, 2)?),
                 };
                 Ok((key, result))
             })
@@ -176,7 +184,8 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// The row in the columns from `first`: version, time left, and those of [`MarkerColumns`].
+/// Reads a row from the columns that start at `first`: version, time left, and those of
+/// [`MarkerColumns`].
 pub(crate) fn decode_row(answer: &PgRow, first: usize) -> Result<SelectedRow, sqlx::Error> {
     let Some(version) = answer.try_get::<Option<String>, _>(first)? else {
         return Ok(SelectedRow::Missing);

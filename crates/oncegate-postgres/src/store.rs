@@ -1,4 +1,4 @@
-//! The public store type.
+//! [`Postgres`], the store.
 
 use std::fmt;
 use std::str::FromStr;
@@ -25,11 +25,11 @@ const MIGRATION_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Stores markers in the table `oncegate_markers` of a PostgreSQL database, version 14 or newer.
 ///
-/// Each operation is atomic on its key and uses the server's clock. A batch of claims of new ids and of
-/// completions is one statement; an operation on a key in another state needs a second one. The
-/// store opens up to three connections on first use, and three for the renewal of leases, and reconnects
-/// after a failure; operations that were in flight then are [`StoreError::Unknown`]. Clones share the
-/// connections.
+/// Each operation is atomic on its key and uses the server's clock. A batch of claims of new ids
+/// and of completions is one statement; an operation on a key in another state needs a second
+/// statement. The store opens up to three connections on first use, and three for the renewal of
+/// leases, and reconnects after a failure; operations that were in flight then are
+/// [`StoreError::Unknown`]. Clones share the connections.
 ///
 /// Expired rows are deleted in the background, in proportion to the operations.
 ///
@@ -46,7 +46,8 @@ pub struct Postgres {
     tables: TableSetup,
 }
 
-/// What the preflight does if the tables are missing or older than this release.
+/// What the preflight does if the tables are missing or older than this release: it fails, or
+/// creates or updates them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TableSetup {
     Check,
@@ -55,8 +56,8 @@ enum TableSetup {
 
 impl Postgres {
     /// The database at `postgres://[user[:password]@]host[:port]/database[?sslmode=verify-full&…]`,
-    /// with the parameters that sqlx knows, and one host. Tables are searched in the schemas of the user's
-    /// `search_path`, and created in the first of them.
+    /// with the parameters that sqlx knows, and one host. Tables are searched in the schemas of the
+    /// user's `search_path`, and created in the first of them.
     ///
     /// Does not connect yet. An invalid URL is [`StoreError::Misconfigured`] at the first use.
     pub fn url(url: impl AsRef<str>) -> Self {
@@ -64,8 +65,9 @@ impl Postgres {
         let is_postgres = ["postgres://", "postgresql://"]
             .iter()
             .any(|scheme| url.starts_with(scheme));
-        // The text of the error may quote the URL, with its password. An @ after the ? is that of a
-        // password with a ?.
+        // sqlx's error is not returned, since its text may quote the URL with the password. An
+        // unknown parameter whose name contains an @ is not named either: it is part of a password
+        // that contains a ?.
         let unknown = unknown_parameter(url);
         let is_readable = is_postgres && unknown.is_none_or(|name| !name.contains('@'));
         let options = PgConnectOptions::from_str(url).ok().filter(|_| is_readable);
@@ -110,8 +112,8 @@ impl Postgres {
         self
     }
 
-    /// The timeout of an operation, with connecting, after which its outcome is unknown: 2 s by
-    /// default. 0 is [`StoreError::Misconfigured`] at the first use.
+    /// The timeout of an operation, including the time to connect, after which its outcome is
+    /// unknown: 2 s by default. 0 is [`StoreError::Misconfigured`] at the first use.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -127,12 +129,12 @@ impl Postgres {
         Ok(self.check_settings()?)
     }
 
-    /// Creates the tables, or updates those of an older release, in one transaction. Changes nothing
-    /// if they are up to date.
+    /// Creates the tables, or updates those of an older release, in one transaction. Changes
+    /// nothing if they are up to date.
     ///
     /// # Errors
-    /// [`StoreError::Misconfigured`] if the user may not create tables, or the tables are newer than
-    /// this release; otherwise as for [`Store::apply`].
+    /// [`StoreError::Misconfigured`] if the user may not create tables, or the tables are newer
+    /// than this release; otherwise as for [`Store::apply`].
     pub async fn migrate(&self) -> Result<(), StoreError> {
         self.check_settings()?;
         let before = self
@@ -164,7 +166,8 @@ impl Postgres {
         &self.connections
     }
 
-    /// Deletes expired rows in proportion to operations that do not go through the store.
+    /// Counts operations of the inbox, which do not go through [`Store::apply`]: expired rows are
+    /// deleted in proportion to all operations.
     pub(crate) fn count_operations(&self, count: usize) {
         self.sweep.count(count, &self.connections);
     }
@@ -185,7 +188,8 @@ impl Postgres {
         Ok(())
     }
 
-    /// Applies operations within the timeout. Returns why some have no answer.
+    /// Applies operations within the timeout. Returns the failure of those without an answer in
+    /// `progress`, if any.
     async fn run(&self, operations: &[Operation], progress: &mut Progress) -> Option<StoreFailure> {
         let run = async {
             let mut taken = self.connections.take().await?;
@@ -195,7 +199,7 @@ impl Postgres {
                     Ok(())
                 }
                 Err(error) => {
-                    self.connections.forget_idle();
+                    self.connections.close_idle();
                     Err(failure::of(
                         error,
                         StatementStage::Executing,
@@ -207,7 +211,7 @@ impl Postgres {
         match tokio::time::timeout(self.timeout, run).await {
             Ok(ended) => ended.err(),
             Err(_) => {
-                self.connections.forget_idle();
+                self.connections.close_idle();
                 Some(StoreFailure::unknown(
                     self.connections.no_answer(self.timeout),
                 ))
@@ -216,7 +220,7 @@ impl Postgres {
     }
 }
 
-/// The first parameter of a URL that sqlx ignores.
+/// The first query parameter of a URL that sqlx would ignore.
 fn unknown_parameter(url: &str) -> Option<&str> {
     const KNOWN: [&str; 18] = [
         "sslmode",
@@ -313,7 +317,7 @@ impl Store for Postgres {
         }))
     }
 
-    /// Two: the caller processes the answers of one while the server applies the other.
+    /// Two batches: the caller processes the answers of one while the server applies the other.
     fn parallel_applies(&self) -> usize {
         2
     }

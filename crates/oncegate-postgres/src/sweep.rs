@@ -1,4 +1,4 @@
-//! Deletes expired rows, a few blocks at a time.
+//! Deletes expired rows in the background, a few blocks of the table at a time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -11,20 +11,22 @@ use sqlx::Row;
 use crate::connections::PostgresConnections;
 use crate::metric::MARKERS_EXPIRED;
 
-/// The time limit of a scan, so that it does not hold its connection to a server that does not answer.
+/// The time limit of a scan, so that it does not hold its connection to a server that does not
+/// answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How often a failed scan is logged.
+/// The shortest time between two log lines about failed scans.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// After how many operations the next blocks are scanned.
 const OPERATIONS: usize = 1_000;
 
-/// The blocks of a scan: about 3,000 rows after 1,000 operations, which are about 500 new ids. So all rows are scanned before their
-/// number has grown by a sixth.
+/// How many blocks a scan reads: about 3,000 rows after 1,000 operations, which are about 500 new
+/// ids. So all rows are scanned before their number has grown by a sixth.
 const BLOCKS: i64 = 64;
 
-/// Deletes the expired rows of a range of blocks, from `$1` to before `$2`, except those that others have locked. The index is not read.
+/// Deletes the expired rows in the blocks from `$1` to before `$2`, except rows that other
+/// transactions have locked. Reads no index.
 const SWEEP: &str = "
 WITH clock AS MATERIALIZED (SELECT floor(extract(epoch FROM statement_timestamp()) * 1000)::int8 AS now),
 deleted AS (
@@ -38,13 +40,14 @@ deleted AS (
 SELECT (SELECT count(*) FROM deleted),
     pg_relation_size('oncegate_markers') / current_setting('block_size')::int8";
 
-/// The progress of one process through the blocks of the table. It starts at a random block, so that
-/// processes that end soon scan all of it together.
+/// The position of one process in its cycle through the blocks of the table. The cycle starts at a
+/// random block, so that many short-lived processes together scan all blocks.
 #[derive(Debug)]
 pub(crate) struct Sweep {
     /// Operations since the last scan.
     operations: AtomicUsize,
-    /// `None` before the first scan, which scans the first blocks and counts all.
+    /// `None` before the first scan. That reads the first blocks, and the number of blocks, from
+    /// which the random start is chosen.
     next_block: Lock<Option<i64>>,
     throttle: Lock<LogThrottle>,
     is_running: AtomicBool,
@@ -71,8 +74,8 @@ impl Drop for ScanInProgress<'_> {
 }
 
 impl Sweep {
-    /// Counts operations, and starts a scan if one is due. It runs beside the operations, on a
-    /// connection of its own.
+    /// Counts operations, and starts a scan in a task after every [`OPERATIONS`] of them, on
+    /// another connection than the operations.
     pub(crate) fn count(
         self: &Arc<Self>,
         operations: usize,
@@ -123,7 +126,7 @@ impl Sweep {
     }
 }
 
-/// Why a scan did not run.
+/// Why a scan failed.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct SweepError(oncegate_core::store::BoxError);

@@ -1,4 +1,4 @@
-//! The public store type.
+//! [`Sqlite`], the store.
 
 mod browse;
 mod clock;
@@ -37,8 +37,9 @@ use writer_thread::WriterRequest;
 /// created; its directory must exist, on a local disk: the write-ahead log needs shared memory,
 /// which network file systems do not offer.
 ///
-/// One thread reads and writes the file, from the first use until the last clone is dropped. It combines
-/// waiting requests into one transaction of about 4,096 operations. Clones share the thread.
+/// One thread reads and writes the file, from the first use until the last clone is dropped. It
+/// combines waiting requests into one transaction of at most about 4,096 operations. Clones share
+/// the thread.
 ///
 /// ```
 /// use oncegate_sql::Sqlite;
@@ -61,10 +62,12 @@ pub enum Synchronous {
     Normal,
 }
 
+/// What the clones of a store share.
 #[derive(Debug)]
 struct SqliteHandle {
     config: FileConfig,
     timeout: Duration,
+    /// The requests to the thread; `None` until the first one starts it.
     writer: Lock<Option<Sender<WriterRequest>>>,
 }
 
@@ -94,9 +97,9 @@ impl Sqlite {
         )
     }
 
-    /// The timeout of an operation, after which its outcome is unknown: 2 s by default. Half of it is
-    /// the limit for waiting for locks of other processes, after which nothing was applied. 0 is
-    /// [`StoreError::Misconfigured`] at the first use.
+    /// The timeout of an operation, after which its outcome is unknown: 2 s by default. An
+    /// operation that waits for locks of other processes for half of it fails, and is not applied.
+    /// 0 is [`StoreError::Misconfigured`] at the first use.
     #[must_use]
     pub fn timeout(self, timeout: Duration) -> Self {
         Self::with_config(
@@ -116,12 +119,12 @@ impl Sqlite {
     /// otherwise as for [`Store::apply`].
     pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
         Ok(self
-            .ask(|reply| WriterRequest::Look(key.clone(), reply))
+            .request(|reply| WriterRequest::Look(key.clone(), reply))
             .await??)
     }
 
-    /// Whether this file or directory is on a file system in memory, where at most once refuses to
-    /// store markers. `false` where that cannot be determined, as on systems other than Linux.
+    /// Whether this file or directory is on a file system in memory; at most once does not start
+    /// with such a store. `false` where that cannot be determined, as on systems other than Linux.
     pub fn is_on_memory_file_system(path: impl AsRef<Path>) -> bool {
         file::is_on_memory_file_system(path.as_ref())
     }
@@ -134,7 +137,8 @@ impl Sqlite {
         }))
     }
 
-    async fn ask<T>(
+    /// Sends a request to the thread, and waits for the answer within the timeout.
+    async fn request<T>(
         &self,
         request: impl FnOnce(oneshot::Sender<T>) -> WriterRequest,
     ) -> Result<T, StoreFailure> {
@@ -185,7 +189,7 @@ impl Store for Sqlite {
             return Vec::new();
         }
         match self
-            .ask(|reply| WriterRequest::Apply(operations.to_vec(), reply))
+            .request(|reply| WriterRequest::Apply(operations.to_vec(), reply))
             .await
         {
             Ok(answers) => answers
@@ -204,13 +208,14 @@ impl Store for Sqlite {
     }
 
     async fn persistence(&self) -> Result<Persistence, StoreError> {
-        Ok(self.ask(WriterRequest::Persistence).await??)
+        Ok(self.request(WriterRequest::Persistence).await??)
     }
 
-    /// Two: the caller processes the answers of one while the thread applies the other.
+    /// Two batches: the caller processes the answers of one while the thread applies the other.
     fn parallel_applies(&self) -> usize {
         2
     }
 
-    // `for_renewals` keeps its default: the thread needs no runtime, so no handler can block it.
+    // `for_renewals` keeps its default, which shares this store: the thread needs no runtime, so
+    // that a handler that blocks the threads of the runtime does not block it.
 }

@@ -45,7 +45,7 @@ fn explain_resolve_and_redrive(run: &Run) {
         "handled",
         &["accepted without calling the handler"],
     );
-    run.assert_explained(SENT_TWICE, "handled", &["duplicate leaves no trace"]);
+    run.assert_explained(SENT_TWICE, "handled", &["duplicate is not recorded"]);
     if run.broker == "kafka" {
         let explanation = run.json(&["explain", SENT_TWICE, "--copies"]);
         assert_eq!(

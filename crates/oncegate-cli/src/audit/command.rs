@@ -19,8 +19,8 @@ pub(crate) struct AuditArgs {
     /// Only actions by this operator
     #[arg(long)]
     who: Option<String>,
-    /// Only actions in this scope, since several services may share an audit; an empty one selects
-    /// services without a scope
+    /// Only actions in this scope, since several services may share an audit; "" selects actions
+    /// without a scope
     #[arg(long)]
     scope: Option<String>,
     /// Only actions within this time, such as 24h
@@ -33,7 +33,8 @@ pub(crate) struct AuditArgs {
 
 pub(crate) fn table(actions: &[AuditEntry]) -> TextTable {
     let mut table = TextTable::new(&[
-        "when", "who", "what", "scope", "id", "before", "after", "end", "where", "why", "failure",
+        "when", "who", "what", "scope", "id", "before", "after", "result", "where", "why",
+        "failure",
     ]);
     for entry in actions {
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
@@ -66,7 +67,7 @@ pub(crate) async fn run(context: &CliContext, arguments: AuditArgs) -> Result<()
         .map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
     let audit = Audit::of(context)?;
     let (mut actions, unreadable) = audit.read().await?;
-    check_known(
+    check_filter_value(
         "--who",
         arguments.who.as_deref(),
         actions.iter().map(|entry| entry.who.as_str()),
@@ -77,7 +78,7 @@ pub(crate) async fn run(context: &CliContext, arguments: AuditArgs) -> Result<()
         .into_iter()
         .chain([""])
         .filter(|_| !actions.is_empty());
-    check_known(
+    check_filter_value(
         "--scope",
         arguments.scope.as_deref(),
         actions
@@ -119,11 +120,12 @@ pub(crate) async fn run(context: &CliContext, arguments: AuditArgs) -> Result<()
     }
 }
 
-/// Checks that a filter matches at least one action.
+/// Checks that the value of a filter is one of the known values, so that a typing error is not
+/// reported as "no actions".
 ///
 /// # Errors
-/// There are actions, and none matches.
-fn check_known<'a>(
+/// The value is not among `known`, which is not empty.
+fn check_filter_value<'a>(
     filter: &str,
     value: Option<&str>,
     known: impl Iterator<Item = &'a str>,

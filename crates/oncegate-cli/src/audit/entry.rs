@@ -7,12 +7,13 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum ActionStage {
-    /// It was started. If the audit has no second line for it, its result is unknown.
+    /// The action was started. If no later line of the action has another stage, its result is
+    /// unknown.
     Begun,
     Done,
-    /// Nothing was changed.
+    /// The store refused the marker change: nothing was changed.
     NotDone,
-    /// The broker refused the copy, so nothing was sent. The marker may already be cleared.
+    /// No copy of the message was published. The marker may already be cleared.
     NotSent,
 }
 
@@ -37,9 +38,9 @@ pub(crate) struct MessageLocation {
     pub(crate) partition: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) offset: Option<i64>,
-    /// Kafka: the timestamp of the record, which distinguishes records of a recreated topic.
-    /// RabbitMQ: when the message was dead-lettered, if a header has that time. In milliseconds
-    /// since 1970.
+    /// Kafka: the timestamp of the record, which distinguishes it from a record with the same
+    /// offset in a topic of the same name that was deleted. RabbitMQ: when the message was
+    /// dead-lettered, if a header has that time. In milliseconds since 1970.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) written_ms: Option<u64>,
 }
@@ -63,9 +64,11 @@ pub(crate) const DROPPED_CONFLICT: &str = "another body of this id dropped";
 pub(crate) struct AuditEntry {
     /// Identifies the action. Both lines of an action have it.
     pub(crate) action_id: String,
+    /// When the line was written, in milliseconds since 1970.
     pub(crate) at_ms: u64,
     /// `at_ms` as RFC 3339.
     pub(crate) at: String,
+    /// The operator.
     pub(crate) who: String,
     /// The action, named by its command, such as `marker forget`.
     pub(crate) what: String,
@@ -75,23 +78,23 @@ pub(crate) struct AuditEntry {
     pub(crate) scope: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) id: Option<String>,
-    /// What commands accept in place of the id, if the message has none.
+    /// The name that commands accept in place of the id, if the message has none.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) handle: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) location: Option<MessageLocation>,
-    /// The state before.
+    /// The state of the message or marker before the action, as text.
     pub(crate) before: String,
-    /// The intended state.
+    /// The intended state after the action, as text.
     pub(crate) after: String,
-    /// The highest known attempt of the id. No later action may clear the marker with a lower
-    /// fencing token.
+    /// The highest known attempt number of the id, which is its fencing token. No later action may
+    /// clear the marker with a lower number.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) attempt: Option<u32>,
     /// The reason that the operator gave.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) why: Option<String>,
-    /// The error.
+    /// Why the action was not done, or why its result is unknown.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) failure: Option<String>,
 }
@@ -99,10 +102,13 @@ pub(crate) struct AuditEntry {
 /// The intended change of the id. [`AuditEntry::stage`] says whether it was applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AuditedAction {
+    /// A copy of the message is published to the topic or queue that the consumer reads.
     SentBack,
     /// The marker no longer blocks the id; another entry records whether its message was sent.
-    Released,
+    MarkerCleared,
+    /// The dead letter is dropped.
     Dropped,
+    /// The marker of a done or rejected id is cleared.
     Forgotten,
     /// The id counts as handled.
     Completed,
@@ -111,19 +117,20 @@ pub(crate) enum AuditedAction {
 }
 
 impl AuditEntry {
-    /// Whether it concerns this id. Forgotten ids are recorded as hashes.
+    /// Whether the action concerns this id. The audit records forgotten ids as hashes.
     pub(crate) fn concerns(&self, id: &MessageId) -> bool {
         self.id.as_deref().is_some_and(|recorded| {
             recorded == id.as_str() || recorded == id.clone().hashed().as_str()
         })
     }
 
-    /// Whether it concerns a message without an id that has this handle.
+    /// Whether the action concerns a message without an id that has this handle.
     pub(crate) fn concerns_handle(&self, handle: &str) -> bool {
         self.id.is_none() && self.handle.as_deref() == Some(handle)
     }
 
-    /// Whether it dropped a message with another body than the one that used the id first.
+    /// Whether the action dropped a message whose body differs from that of the first message with
+    /// the same id.
     pub(crate) fn dropped_a_conflict(&self) -> bool {
         self.after == DROPPED_CONFLICT
     }
@@ -134,8 +141,8 @@ impl AuditEntry {
         match self.what.as_str() {
             _ if self.after.starts_with("sent to ") => AuditedAction::SentBack,
             _ if self.after.starts_with("done") => AuditedAction::Completed,
-            "in-doubt resolve" if self.after.starts_with("free ") => AuditedAction::Released,
-            // Another message with this id: the first one is not affected.
+            "in-doubt resolve" if self.after.starts_with("free ") => AuditedAction::MarkerCleared,
+            // The dropped message is not the one that the marker of this id is about.
             "dead-letters drop" if self.dropped_a_conflict() => AuditedAction::Other,
             "dead-letters drop" => AuditedAction::Dropped,
             "marker forget" => AuditedAction::Forgotten,

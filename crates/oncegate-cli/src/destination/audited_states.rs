@@ -5,13 +5,13 @@ use std::collections::HashMap;
 use super::{DeadLetter, DeadLetterState};
 use crate::audit::{ActionStage, AuditEntry, AuditedAction, MessageLocation};
 
-/// Message states by location or id. Kafka keeps messages that were redriven, dropped or resolved,
+/// The states of messages. Kafka keeps messages that were redriven, dropped or resolved,
 /// so only the audit distinguishes them from pending ones. RabbitMQ removes such messages; of a
 /// message still in its queue the audit can only show that an action was interrupted.
 pub(crate) struct AuditedStates(HashMap<DeadLetterIdentity, DeadLetterState>);
 
-/// Identifies a message: on Kafka by partition and offset, on RabbitMQ by its id and the time at
-/// which it was dead-lettered.
+/// Identifies a message: on Kafka by topic, partition, offset and timestamp, on RabbitMQ by its
+/// queue, its id and the time at which it was dead-lettered.
 #[derive(PartialEq, Eq, Hash)]
 struct DeadLetterIdentity {
     location: MessageLocation,

@@ -25,11 +25,11 @@ impl Broker {
             Self::Kafka => cfg!(feature = "kafka"),
             Self::Rabbitmq => cfg!(feature = "rabbitmq"),
         };
-        (!included).then(|| self.feature_missing())
+        (!included).then(|| self.missing_feature_error())
     }
 
     /// The error for a broker that this build does not include.
-    pub(crate) fn feature_missing(self) -> CliError {
+    pub(crate) fn missing_feature_error(self) -> CliError {
         match self {
             Self::Kafka => CliError::feature_missing("Kafka", "kafka"),
             Self::Rabbitmq => CliError::feature_missing("RabbitMQ", "rabbitmq"),
@@ -43,8 +43,8 @@ impl Broker {
             .any(|broker| broker.is_named(context))
     }
 
-    /// Whether the configuration has a section or a key of this broker, or names it in
-    /// `gate.broker`. If that names the other one, this one has no dead letters of the consumer.
+    /// Whether the consumer uses this broker: `gate.broker` names it, or `gate.broker` is not set
+    /// and the configuration has a section or a key of this broker.
     pub(crate) fn is_named(self, context: &CliContext) -> bool {
         let config = &context.config;
         if let Some(chosen) = config.text("gate.broker") {

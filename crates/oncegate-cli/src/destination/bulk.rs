@@ -76,11 +76,14 @@ impl StopSignal {
         Self(Box::pin(shutdown_signal()))
     }
 
-    /// Runs an operation unless a stop signal arrives first.
+    /// Runs an operation. Drops it if a stop signal arrives first.
     ///
     /// # Errors
-    /// A signal arrived. Panics if it is called again after that.
-    pub(crate) async fn or<T>(
+    /// That of the operation, or a signal arrived.
+    ///
+    /// # Panics
+    /// If it is called again after a signal arrived.
+    pub(crate) async fn run<T>(
         &mut self,
         operation: impl Future<Output = Result<T, CliError>>,
     ) -> Result<T, CliError> {
@@ -98,7 +101,7 @@ impl StopSignal {
 enum BulkOutcome {
     /// The action was applied, or would be.
     Done,
-    /// The message was left where it is.
+    /// The message was skipped and stays in its destination, or would.
     Left,
 }
 
@@ -114,18 +117,19 @@ struct BulkRow {
     description: String,
 }
 
-/// The results of all messages.
+/// The results of a command for all its messages and ids.
 #[derive(Default)]
 pub(crate) struct BulkReport {
     rows: Vec<BulkRow>,
     done: usize,
     left: usize,
-    /// Messages that match all filters except those by age, because their age is unknown.
+    /// The number of messages that match all filters except those by age, because their age is
+    /// unknown.
     unknown_age: usize,
     /// Marker changes, for JSON output.
     markers: Vec<serde_json::Value>,
-    /// For each skipped id whose marker is not in doubt and that has no message: why, with the store
-    /// and destinations that were searched.
+    /// A text for each id that has neither a marker in doubt nor a message, with the store and the
+    /// destinations that were searched.
     not_found: Vec<String>,
 }
 
@@ -158,7 +162,8 @@ impl BulkReport {
     /// Adds the result for one message.
     ///
     /// # Errors
-    /// The failure, if it would repeat for the next message.
+    /// Returns the failure of the message if it concerns all messages, so that the command must
+    /// stop.
     pub(crate) fn note(
         &mut self,
         message: &DeadLetter,
@@ -206,7 +211,7 @@ impl BulkReport {
         self.note_id(id, BulkOutcome::Left, description);
     }
 
-    /// Adds a skipped id for which there is nothing to do, and why.
+    /// Adds a skipped id that has neither a marker in doubt nor a message.
     pub(crate) fn note_not_found(&mut self, id: &str, description: String) {
         self.not_found.push(description.clone());
         self.note_left(id, description);
@@ -293,7 +298,7 @@ impl BulkReport {
         match stopped {
             Some(failure) => Err(failure),
             None if confirm.dry_run => Ok(()),
-            // --yes would change nothing either.
+            // The same command with --yes would change nothing, so the preview does not suggest it.
             None if !confirm.yes
                 && self.done == 0
                 && self.left == self.not_found.len()
@@ -319,8 +324,8 @@ pub(crate) struct BulkCommand {
 }
 
 /// Publishes a copy and waits for its confirmation, records it in the audit, and removes the
-/// original, in this order. After a crash the original remains, perhaps with a copy that the gate
-/// deduplicates.
+/// original, in this order. After a crash the original remains, perhaps with a copy that the
+/// consumer deduplicates.
 ///
 /// # Errors
 /// The message stays in its destination; the audit records whether a copy may exist.
@@ -347,7 +352,7 @@ pub(crate) async fn publish(
         .map_err(|failure| failure.with(&format!("its copy was sent to {}", reader.source())))
 }
 
-/// Records the action in the audit and removes the message.
+/// Records the action as done in the audit and removes the message.
 ///
 /// # Errors
 /// The message stays in its destination.
@@ -366,7 +371,8 @@ fn concerns_one_message(failure: &CliError) -> bool {
     failure.code == CliErrorCode::Incomplete
 }
 
-/// Closes the reader, so that unacknowledged messages are returned.
+/// Removes the progress bar and closes the reader, which requeues unacknowledged messages on
+/// RabbitMQ.
 pub(crate) async fn close_reader(reader: DestinationReader, bar: indicatif::ProgressBar) {
     bar.finish_and_clear();
     reader.close().await;

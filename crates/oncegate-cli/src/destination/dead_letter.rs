@@ -11,7 +11,7 @@ use super::{Destination, ROUTING_KEY};
 use crate::audit::MessageLocation;
 use crate::output::utc_text;
 
-/// The processing state of a message in a destination.
+/// What operators did with a message in a destination, according to the audit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum DeadLetterState {
@@ -25,7 +25,7 @@ pub(crate) enum DeadLetterState {
 }
 
 impl DeadLetterState {
-    /// Whether an operator still has to act on it.
+    /// Whether an operator still has to act on the message.
     pub(crate) fn is_pending(self) -> bool {
         matches!(self, Self::Waiting | Self::Begun)
     }
@@ -59,18 +59,19 @@ pub(crate) struct DeadLetter {
     /// Names and values in order; values as text. Includes `oncegate-*` headers only if oncegate
     /// wrote them.
     pub(crate) headers: Vec<(String, String)>,
+    /// Kafka: the record key. RabbitMQ: the ordering key.
     pub(crate) key: Option<Vec<u8>>,
     /// `None` for a tombstone.
     pub(crate) body: Option<Vec<u8>>,
-    /// The earlier of its timestamp and the `oncegate-first-seen` with which it was consumed, in
-    /// milliseconds since 1970.
+    /// RabbitMQ: the earlier of the message's timestamp and its header `oncegate-first-seen`, in
+    /// milliseconds since 1970. `None` on Kafka.
     pub(crate) sent_ms: Option<u64>,
-    /// When it was put into its destination, in milliseconds since 1970.
+    /// When the message was put into its destination, in milliseconds since 1970.
     pub(crate) rejected_at_ms: Option<u64>,
-    /// The topic or queue it was consumed from, if not the configured one.
+    /// The topic or queue from which the message was consumed, if it is not the configured one.
     pub(crate) other_source: Option<String>,
-    /// The reason why a copy would lack headers, as text; `None` if it would be complete.
-    pub(crate) missing_parts: Option<String>,
+    /// Which headers a copy would lack, and why, as text; `None` if it would lack none.
+    pub(crate) lost_headers: Option<String>,
     /// RabbitMQ: the unacknowledged delivery and its properties.
     #[cfg(feature = "rabbitmq")]
     pub(crate) delivery: Option<Box<rabbitmq::UnackedDelivery>>,
@@ -99,8 +100,8 @@ impl DeadLetter {
 
     /// The name that commands accept in place of the id; `None` if the message has an id.
     ///
-    /// On Kafka it is topic, partition and offset. On RabbitMQ it is a hash of body, headers and
-    /// the time of dead-lettering, so equal messages share it.
+    /// On Kafka it is topic, partition and offset. On RabbitMQ it is `letter-` and a hash of queue,
+    /// body, headers and the time of dead-lettering, so equal messages share it.
     pub(crate) fn handle(&self) -> Option<String> {
         if self.id().is_some() {
             return None;
@@ -111,7 +112,7 @@ impl DeadLetter {
         let headers: Vec<_> = self
             .headers
             .iter()
-            .filter(|(name, _)| !is_dropped_from_copies(name))
+            .filter(|(name, _)| !is_omitted_from_copies(name))
             .collect();
         let content = format!(
             "{} {:?} {headers:?} {:?}",
@@ -127,19 +128,21 @@ impl DeadLetter {
         Some(format!("letter-{digits}"))
     }
 
-    /// The fencing token when it was dead-lettered: the number of the last attempt of its id; 0 if
-    /// unknown.
-    pub(crate) fn fence(&self) -> u32 {
+    /// The fencing token of the id when the message was dead-lettered, which is the number of the
+    /// last attempt; 0 if unknown.
+    pub(crate) fn fencing_token(&self) -> u32 {
         self.header(headers::FENCE)
             .and_then(|text| text.parse().ok())
             .unwrap_or(0)
     }
 
+    /// The bytes of the body; none for a tombstone.
     pub(crate) fn bytes(&self) -> &[u8] {
         self.body.as_deref().unwrap_or_default()
     }
 
-    /// Why it was dead-lettered. Messages that the broker dead-lettered have no reason header.
+    /// Why the message was dead-lettered: the header `oncegate-reason`. Messages that the broker
+    /// dead-lettered do not have it.
     pub(crate) fn reason(&self) -> &str {
         self.header(headers::REASON)
             .unwrap_or(if self.header("x-death").is_some() {
@@ -191,7 +194,8 @@ impl DeadLetter {
         }
     }
 
-    /// When it was sent: the earliest known time, at most the time it was dead-lettered.
+    /// When the message was sent, in milliseconds since 1970: the earliest known time, and at most
+    /// the time of dead-lettering. `None` if no time is known except that of dead-lettering.
     pub(crate) fn first_seen_ms(&self) -> Option<u64> {
         let sent = self
             .header(headers::FIRST_SEEN)
@@ -212,12 +216,13 @@ impl DeadLetter {
             .retain(|(name, _)| !is_reserved(name.as_bytes()));
     }
 
-    /// When it was sent, or if unknown, when it was dead-lettered.
+    /// When the message was sent, or if that is unknown, when it was dead-lettered, in milliseconds
+    /// since 1970.
     pub(crate) fn sent_or_rejected_ms(&self) -> Option<u64> {
         self.first_seen_ms().or(self.rejected_at_ms)
     }
 
-    /// The entry of a list.
+    /// The message without its body, as lists show it.
     pub(crate) fn summary(&self) -> DeadLetterSummary<'_> {
         DeadLetterSummary {
             broker: &self.location.broker,
@@ -261,14 +266,14 @@ pub(crate) struct DeadLetterSummary<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     offset: Option<i64>,
     pub(crate) id: Option<&'a str>,
-    /// The name that commands accept in place of the id, if it has none.
+    /// The name that commands accept in place of the id, if the message has none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) handle: Option<String>,
     pub(crate) reason: &'a str,
     reason_text: &'static str,
-    /// Attempts that count towards `max_attempts`.
+    /// The number of attempts that count towards `max_attempts`.
     pub(crate) attempts: Option<u32>,
-    /// Attempts during which the process crashed.
+    /// The number of attempts whose lease expired without an outcome.
     pub(crate) crashes: u32,
     /// The fencing token: the number of the last attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -279,7 +284,7 @@ pub(crate) struct DeadLetterSummary<'a> {
     last_error: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) origin: Option<&'a str>,
-    /// When it was sent, or if unknown, when it was dead-lettered.
+    /// When the message was sent, or if that is unknown, when it was dead-lettered.
     pub(crate) from: Option<String>,
     from_ms: Option<u64>,
     rejected_at_ms: Option<u64>,
@@ -289,10 +294,10 @@ pub(crate) struct DeadLetterSummary<'a> {
     bytes: usize,
 }
 
-/// Whether a redriven copy omits this header. With `oncegate-*` headers or those that record
-/// earlier deliveries, the consumer could treat the copy as too old or its attempts as exhausted.
+/// Whether a redriven copy omits this header. If the copy had `oncegate-*` headers or those that
+/// record earlier deliveries, the consumer could treat it as too old or its attempts as exhausted.
 /// `CC` and `BCC` would route the copy to other queues, too.
-pub(crate) fn is_dropped_from_copies(header: &str) -> bool {
+pub(crate) fn is_omitted_from_copies(header: &str) -> bool {
     // The consumer derives the ordering key of the copy from it.
     if header == ROUTING_KEY {
         return false;
@@ -330,7 +335,7 @@ impl DeadLetter {
             sent_ms: Some(crate::output::now_ms()),
             rejected_at_ms: Some(crate::output::now_ms()),
             other_source: None,
-            missing_parts: None,
+            lost_headers: None,
             #[cfg(feature = "rabbitmq")]
             delivery: None,
             raw_headers: Vec::new(),

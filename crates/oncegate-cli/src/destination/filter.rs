@@ -24,7 +24,8 @@ pub(crate) struct MessageFilter {
     #[arg(long = "reason", value_name = "REASON")]
     reasons: Vec<String>,
     /// Only messages older than this, such as 2h. The age counts from the time of sending; if that
-    /// is unknown, from the time of dead-lettering. Messages with neither time are skipped and counted
+    /// is unknown, from the time of dead-lettering. Messages with neither time are skipped and
+    /// counted
     #[arg(long, value_name = "AGE")]
     older_than: Option<TimeArg>,
     /// Only messages at most this old, such as 2h. The age is that of --older-than
@@ -41,7 +42,7 @@ pub(crate) fn restrict_reasons(argument: clap::Arg, destination: Destination) ->
 }
 
 impl MessageFilter {
-    /// Whether any filter other than the broker is given.
+    /// Whether any filter except `--broker` is given.
     pub(crate) fn is_restrictive(&self) -> bool {
         self.id.is_some()
             || !self.reasons.is_empty()
@@ -49,7 +50,11 @@ impl MessageFilter {
             || self.younger_than.is_some()
     }
 
-    /// Replaces the id by its form in message headers: long ids are hashed.
+    /// The filter with the id in the form of message headers, in which long ids are hashed, and
+    /// with the handle to compare.
+    ///
+    /// # Errors
+    /// The id is empty.
     pub(crate) fn normalized(mut self, context: &CliContext) -> Result<Self, CliError> {
         self.handle = self.id.clone();
         self.id = self
@@ -61,6 +66,7 @@ impl MessageFilter {
         Ok(self)
     }
 
+    /// A filter that selects the messages of one id, or of one handle.
     pub(crate) fn for_id(
         context: &CliContext,
         id: &str,
@@ -91,7 +97,7 @@ impl MessageFilter {
         ))
     }
 
-    /// Applies all filters except the broker.
+    /// Applies all filters except `--broker`.
     pub(crate) fn matches(&self, message: &DeadLetter) -> FilterMatch {
         let matches_other_filters = self.matches_id(message)
             && (self.reasons.is_empty()
@@ -119,6 +125,8 @@ impl MessageFilter {
         }
     }
 
+    /// Whether the message matches all filters; false if an age filter is given and the age is
+    /// unknown.
     pub(crate) fn selects(&self, message: &DeadLetter) -> bool {
         self.matches(message) == FilterMatch::Yes
     }

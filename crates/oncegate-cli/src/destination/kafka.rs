@@ -1,4 +1,5 @@
-//! Reads a topic with manually assigned partitions: joins no group and commits no offset.
+//! Reads a dead-letter, in-doubt or consumed topic with manually assigned partitions: joins no
+//! group and commits no offset. Publishes copies of its records to the consumed topic.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use tokio::sync::mpsc;
 
 use super::{
     AuditedStates, Broker, CopyAge, DeadLetter, DeadLetterState, Destination, PublishError,
-    is_dropped_from_copies,
+    is_omitted_from_copies,
 };
 use crate::CliContext;
 use crate::audit::MessageLocation;
@@ -25,14 +26,14 @@ use crate::error::CliError;
 /// The time limit of a request for metadata or watermarks.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long to wait for the next record.
+/// How long to wait for the next record before the command fails.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long to wait for room in the queue of the producer. `message.timeout.ms` limits the
-/// delivery.
+/// How long to wait for space in the producer's local queue. The time to deliver a queued record is
+/// limited by `message.timeout.ms`.
 const PRODUCER_QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How many records are read ahead.
+/// The maximum number of records that are read before the command asks for them.
 const READ_AHEAD: usize = 64;
 
 /// A client with the configuration of the consumer and these additional settings.
@@ -60,7 +61,8 @@ pub(crate) fn destination_topic(
     Ok(destination.topic_or_queue(config, "kafka", &topic(config)?))
 }
 
-/// A consumer without a group: librdkafka requires a name, and nothing is subscribed or committed.
+/// A consumer that subscribes to nothing and commits nothing, so it joins no group. librdkafka
+/// requires a `group.id` nevertheless.
 pub(crate) fn consumer(config: &Config) -> Result<BaseConsumer, CliError> {
     let settings = [
         ("group.id", "oncegate-cli"),
@@ -72,25 +74,27 @@ pub(crate) fn consumer(config: &Config) -> Result<BaseConsumer, CliError> {
     client(config, &settings)
 }
 
-/// The settings of the producer of copies: it waits at most 30 seconds until all in-sync replicas
-/// have the copy.
-const PRODUCER: [(&str, &str); 5] = [
+/// The settings of the producer of copies. A copy is confirmed when all in-sync replicas have it,
+/// or fails after 30 seconds.
+const PRODUCER_SETTINGS: [(&str, &str); 5] = [
     ("enable.idempotence", "true"),
     ("acks", "all"),
     ("linger.ms", "0"),
     ("message.timeout.ms", "30000"),
-    // The maximum of librdkafka, so that only the limit of the broker applies.
+    // The highest value that librdkafka accepts, so that only the limit of the broker applies.
     ("message.max.bytes", "1000000000"),
 ];
 
 /// Reads one topic.
 pub(crate) struct TopicReader {
+    /// The sum of the offset ranges of all partitions at open, an upper bound on the number of
+    /// records.
     pub(crate) total: u64,
     /// The consumed topic, to which messages are redriven.
     pub(crate) source_topic: String,
     dead_letters: mpsc::Receiver<Result<DeadLetter, CliError>>,
     config: Config,
-    publisher: Option<FutureProducer>,
+    producer: Option<FutureProducer>,
     /// The state of each message according to the audit.
     audited_states: AuditedStates,
 }
@@ -109,7 +113,11 @@ impl TopicReader {
         .await
     }
 
-    /// Opens a topic by name: a destination or the consumed topic.
+    /// Opens a topic by name, which is a destination or the consumed topic, and starts to read it
+    /// on a blocking thread.
+    ///
+    /// # Errors
+    /// The topic does not exist, or the broker does not answer.
     pub(crate) async fn open_topic(
         context: &CliContext,
         name: String,
@@ -139,7 +147,7 @@ impl TopicReader {
             source_topic: topic(config)?,
             dead_letters,
             config: config.clone(),
-            publisher: None,
+            producer: None,
             audited_states,
         })
     }
@@ -149,7 +157,7 @@ impl TopicReader {
             return Ok(None);
         };
         let mut dead_letter = dead_letter?;
-        // Records of the consumed topic come from its producers, which may forge reserved headers.
+        // Producers write the records of the consumed topic, and may forge reserved headers.
         if dead_letter.location.name == self.source_topic {
             dead_letter.remove_reserved_headers();
         }
@@ -167,17 +175,17 @@ impl TopicReader {
         dead_letter: &DeadLetter,
         age: CopyAge,
     ) -> Result<(), PublishError> {
-        let publisher = match &self.publisher {
-            Some(publisher) => publisher,
+        let producer = match &self.producer {
+            Some(producer) => producer,
             None => self
-                .publisher
-                .insert(client(&self.config, &PRODUCER).map_err(PublishError::Refused)?),
+                .producer
+                .insert(client(&self.config, &PRODUCER_SETTINGS).map_err(PublishError::Refused)?),
         };
         let mut written = OwnedHeaders::new();
         for (name, value) in dead_letter
             .raw_headers
             .iter()
-            .filter(|(name, _)| !is_dropped_from_copies(name))
+            .filter(|(name, _)| !is_omitted_from_copies(name))
         {
             written = written.insert(Header {
                 key: name,
@@ -190,8 +198,8 @@ impl TopicReader {
                 value: Some(&first_seen),
             });
         }
-        // The original partition, which keeps records of one key together whatever partitioner the
-        // producer uses.
+        // The original partition, so that records of one key stay in one partition whatever
+        // partitioner the original producer used.
         let partition = dead_letter
             .header(headers::ORIGIN)
             .and_then(|origin| partition_of(origin, &self.source_topic));
@@ -203,7 +211,7 @@ impl TopicReader {
             timestamp: None,
             headers: Some(written.clone()),
         };
-        let sent = match publisher
+        let sent = match producer
             .send(record(partition), PRODUCER_QUEUE_TIMEOUT)
             .await
         {
@@ -211,7 +219,7 @@ impl TopicReader {
             Err((KafkaError::MessageProduction(RDKafkaErrorCode::UnknownPartition), _))
                 if partition.is_some() =>
             {
-                publisher.send(record(None), PRODUCER_QUEUE_TIMEOUT).await
+                producer.send(record(None), PRODUCER_QUEUE_TIMEOUT).await
             }
             sent => sent,
         };
@@ -220,7 +228,8 @@ impl TopicReader {
     }
 }
 
-/// The error of a copy: `Refused` if the error proves that no copy was written, else `Unconfirmed`.
+/// Converts the error of a copy: `Refused` if the error proves that no copy was written, else
+/// `Unconfirmed`.
 fn publish_error(error: &KafkaError, topic: &str) -> PublishError {
     use RDKafkaErrorCode::{
         InvalidTopic, MessageSizeTooLarge, PolicyViolation, QueueFull, TopicAuthorizationFailed,
@@ -259,8 +268,8 @@ fn partition_of(origin: &str, topic: &str) -> Option<i32> {
     (name == topic).then(|| partition.parse().ok()).flatten()
 }
 
-/// Assigns all partitions from their start. Returns the number of offsets and the end offset of
-/// every partition that has records.
+/// Assigns all partitions that have records, from their log start offsets. Returns the number of
+/// offsets in all of them, and the id and end offset of each.
 fn assign_from_start(
     consumer: &BaseConsumer,
     topic: &str,
@@ -306,7 +315,8 @@ pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32
     }
 }
 
-/// Reads each partition up to its end offset in `unread`.
+/// Reads each partition up to its end offset in `unread`, and sends the records to
+/// `dead_letters_tx`. Ends after an error, which it sends, too, or when the receiver is dropped.
 fn read(
     consumer: &BaseConsumer,
     mut unread: HashSet<(i32, i64)>,
@@ -338,8 +348,9 @@ fn read(
                 if next >= end {
                     unread.remove(&(partition, end));
                 }
-                // If the last offsets before the end have no records (compaction, transactions),
-                // the next record is past the end.
+                // The last offsets before the end may have no records (compaction, transaction
+                // markers). Then the first record at or after the end shows that the partition is
+                // read.
                 if next > end {
                     continue;
                 }
@@ -355,6 +366,8 @@ fn read(
     }
 }
 
+/// Copies a record. Header names that are not UTF-8 cannot be read; they are counted in
+/// [`DeadLetter::lost_headers`].
 fn dead_letter(message: &BorrowedMessage<'_>, id_source: Option<&IdSource>) -> DeadLetter {
     let (mut raw_headers, mut unnamed) = (Vec::new(), 0);
     if let Some(headers) = message.headers() {
@@ -395,7 +408,7 @@ fn dead_letter(message: &BorrowedMessage<'_>, id_source: Option<&IdSource>) -> D
         sent_ms: None,
         rejected_at_ms: written_ms,
         other_source: None,
-        missing_parts: (unnamed > 0)
+        lost_headers: (unnamed > 0)
             .then(|| format!("{unnamed} of its headers have names that are not UTF-8")),
         #[cfg(feature = "rabbitmq")]
         delivery: None,
@@ -409,7 +422,7 @@ fn dead_letter(message: &BorrowedMessage<'_>, id_source: Option<&IdSource>) -> D
     dead_letter
 }
 
-/// The message as a consumer receives it.
+/// The message as a consumer receives it, from which `gate.id` reads the id.
 fn as_message(dead_letter: &DeadLetter) -> oncegate::Message {
     let mut message = oncegate::Message::new(dead_letter.bytes().to_vec());
     for (name, value) in &dead_letter.raw_headers {

@@ -7,7 +7,7 @@ use super::bulk::close_reader;
 use super::filter::{FilterMatch, MessageFilter, unknown_age_note};
 use super::{
     AuditedStates, Broker, DeadLetter, DeadLetterSummary, DeliveryCountPolicy, Destination,
-    DestinationReader, REPLACED_FROM_COUNT,
+    DestinationReader, REPLACE_AT_COUNT,
 };
 use crate::CliContext;
 use crate::audit::{Audit, AuditEntry};
@@ -43,12 +43,12 @@ pub(crate) struct ShowArgs {
     queue_access: QueueAccessArgs,
 }
 
-/// How RabbitMQ queues are read.
+/// Whether RabbitMQ queues are read that may count each read towards a delivery limit.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct QueueAccessArgs {
-    /// Read a RabbitMQ queue even if its arguments differ from those oncegate declares, and replace
-    /// no message. A quorum queue may count each read towards its delivery limit, at which it drops
-    /// the message
+    /// Read a RabbitMQ queue even if its arguments differ from those that oncegate declares, and
+    /// replace no message by a copy. A quorum queue may count each read towards its delivery limit,
+    /// above which it drops the message
     #[arg(long)]
     accept_delivery_counts: bool,
 }
@@ -66,6 +66,7 @@ impl QueueAccessArgs {
     }
 }
 
+/// The actions in the audit; none if no audit is configured.
 async fn actions(context: &CliContext) -> Result<Vec<AuditEntry>, CliError> {
     if Audit::is_configured(context)? {
         Audit::of(context)?.actions().await
@@ -91,8 +92,8 @@ pub(crate) async fn open(
     .await
 }
 
-/// Opens a destination for reading only. On RabbitMQ the audit adds only interrupted actions, so
-/// messages are readable without it.
+/// Opens a destination for a command that changes nothing. On RabbitMQ the audit only shows
+/// interrupted actions, so the messages are read even if the audit cannot be read.
 async fn open_read_only(
     context: &CliContext,
     broker: Broker,
@@ -124,8 +125,11 @@ async fn open_read_only(
     }
 }
 
-/// A progress bar for a terminal.
-pub(crate) fn bar(reader: &DestinationReader, message: &'static str) -> indicatif::ProgressBar {
+/// A progress bar of the messages read. Hidden if standard error is not a terminal.
+pub(crate) fn progress_bar(
+    reader: &DestinationReader,
+    message: &'static str,
+) -> indicatif::ProgressBar {
     let bar = indicatif::ProgressBar::new(reader.total()).with_message(message);
     let style = indicatif::ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
     bar.set_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()));
@@ -143,7 +147,7 @@ pub(crate) async fn collect_messages(
     mut selects: impl FnMut(&DeadLetter) -> bool,
 ) -> Result<(Vec<DeadLetter>, bool), CliError> {
     let mut reader = open_read_only(context, broker, destination, count_policy, unchecked).await?;
-    let bar = bar(&reader, "read");
+    let bar = progress_bar(&reader, "read");
     let (mut found, mut has_more) = (Vec::new(), false);
     let read = async {
         while let Some(message) = reader.next().await? {
@@ -240,7 +244,7 @@ pub(crate) async fn list(
     unchecked.end()
 }
 
-/// The warning that a queue counts reads; empty if no message has a delivery count above 0.
+/// The warning that a queue may count reads; empty if no message has a delivery count above 0.
 fn delivery_count_warning(messages: &[DeadLetter]) -> String {
     match messages
         .iter()
@@ -250,7 +254,7 @@ fn delivery_count_warning(messages: &[DeadLetter]) -> String {
         None | Some(0) => String::new(),
         Some(count) => format!(
             "\nRabbitMQ may count each read; the highest delivery count before this read was {count}. A message with a count of \
-             {REPLACED_FROM_COUNT} or more is replaced by a copy that counts from zero, since a policy may set a delivery-limit above which \
+             {REPLACE_AT_COUNT} or more is replaced by a copy that counts from zero, since a policy may set a delivery-limit above which \
              messages are dropped."
         ),
     }
@@ -280,7 +284,7 @@ pub(crate) fn table(messages: &[DeadLetter]) -> TextTable {
     table
 }
 
-/// A message with headers and body.
+/// A message with its headers, and with its body if `--body` is given.
 #[derive(Serialize)]
 struct DeadLetterDetails<'a> {
     #[serde(flatten)]

@@ -1,11 +1,12 @@
-//! Reads a queue with `basic.get`, holds the messages unacknowledged, and requeues them at the end.
-//! AMQP has no other way to read a queue. A classic queue requeues a message unchanged except for
-//! the `redelivered` flag. A quorum queue may count the requeue in `x-delivery-count`, and drops or
-//! dead-letters messages above its delivery limit. RabbitMQ 3.10 counts every kind of requeue; 4.3
-//! counts neither `basic.nack` nor `basic.recover`, so the reader requeues by `basic.nack` before
-//! it closes the channel. Queues that oncegate declares have an unreachable limit. A policy may set
-//! a lower limit, which no client can read, so the reader replaces a message with a high count by a
-//! copy that counts from zero. It reads other queues only if the operator accepts that risk.
+//! Reads a queue with `basic.get`, keeps the messages unacknowledged, and requeues them at the end.
+//! AMQP cannot read a queue otherwise without removing its messages. A classic queue requeues a
+//! message unchanged except for the `redelivered` flag. A quorum queue may count the requeue in
+//! `x-delivery-count`, and drops or dead-letters messages above its delivery limit. RabbitMQ 3.10
+//! counts every kind of requeue; 4.3 counts neither `basic.nack` nor `basic.recover`, so the reader
+//! requeues by `basic.nack` before it closes the channel. Queues that oncegate declares have an
+//! unreachable limit. A policy may set a lower limit, which no client can read, so the reader
+//! replaces a message with a high count by a copy that counts from zero. It reads a queue with
+//! another type or other arguments only if the operator accepts that RabbitMQ may drop messages.
 
 mod properties;
 mod publish;
@@ -26,7 +27,7 @@ use oncegate::source::headers;
 use self::properties::{XDeath, as_message, delivery_count, ordering_key, text};
 use super::{
     AuditedStates, Broker, DeadLetter, DeadLetterState, DeliveryCountPolicy, Destination,
-    REPLACED_FROM_COUNT,
+    REPLACE_AT_COUNT,
 };
 use crate::CliContext;
 use crate::audit::MessageLocation;
@@ -47,7 +48,8 @@ const REPLACED_BY: &str = "oncegate-replaced-by";
 /// The time limit of publishing a copy, and of each step of closing.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// How long to wait until requeued messages are ready; another consumer may have received them.
+/// How long to wait until requeued messages are ready. Limited, since another consumer may have
+/// received them.
 const REQUEUE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The delivery limit of destinations that oncegate declares.
@@ -93,8 +95,8 @@ pub(crate) fn destination_queue(
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DestinationQueueKind {
     Missing,
-    /// A durable classic queue without other arguments than its type: reading sets only the
-    /// `redelivered` flag.
+    /// A durable classic queue whose only argument is its type, if any: a read changes nothing
+    /// except the `redelivered` flag.
     Classic,
     /// A quorum queue with the delivery limit [`UNREACHABLE_DELIVERY_LIMIT`], as oncegate declares
     /// dead-letter and in-doubt queues.
@@ -104,6 +106,10 @@ pub(crate) enum DestinationQueueKind {
     Other,
 }
 
+/// The number of ready messages in a queue.
+///
+/// # Errors
+/// Reply code 404 if the queue does not exist; the error closes the channel.
 pub(crate) async fn declare_passively(channel: &Channel, queue: &str) -> lapin::Result<u32> {
     let options = QueueDeclareOptions {
         passive: true,
@@ -113,8 +119,8 @@ pub(crate) async fn declare_passively(channel: &Channel, queue: &str) -> lapin::
     Ok(within_limit(declared).await?.message_count())
 }
 
-/// The reply to a request, within [`REQUEST_TIMEOUT`]. When a connection ends, lapin 4.12.3 may
-/// leave a request without a reply.
+/// The reply to a request, or an error after [`REQUEST_TIMEOUT`]: when a connection ends, lapin
+/// 4.12.3 may leave a request without a reply.
 async fn within_limit<T>(request: impl Future<Output = lapin::Result<T>>) -> lapin::Result<T> {
     let limited = tokio::time::timeout(REQUEST_TIMEOUT, request).await;
     limited.unwrap_or_else(|_| {
@@ -123,8 +129,8 @@ async fn within_limit<T>(request: impl Future<Output = lapin::Result<T>>) -> lap
     })
 }
 
-/// Detects the type by declaring the queue: if an existing queue has other arguments, it stays
-/// unchanged and the broker returns an error.
+/// Detects the type of a queue by declaring it with several sets of arguments: if the existing
+/// queue has other arguments, it stays unchanged and the broker returns an error.
 pub(crate) async fn queue_kind(
     connection: &Connection,
     queue: &str,
@@ -153,9 +159,9 @@ pub(crate) async fn queue_kind(
     );
     for (arguments, queue_kind) in [
         (unlimited, DestinationQueueKind::UnlimitedQuorum),
-        // A quorum queue with the broker's default limit. Checked before the next two, which match
-        // it, too, if the default queue type is quorum or the broker compares arguments less
-        // strictly.
+        // A quorum queue with the broker's default limit. Must precede the next two: such a queue
+        // matches them, too, if the default queue type is quorum or the broker compares arguments
+        // less strictly.
         (of_type("quorum"), DestinationQueueKind::Other),
         (of_type("classic"), DestinationQueueKind::Classic),
         (FieldTable::default(), DestinationQueueKind::Classic),
@@ -203,13 +209,15 @@ impl CopySearchBudget {
 
 /// Reads one queue.
 pub(crate) struct QueueReader {
+    /// The number of ready messages at open.
     pub(crate) total: u64,
     /// The consumed queue, to which messages are redriven.
     pub(crate) source_queue: String,
     /// The queue that is read.
     queue: String,
     connection: Connection,
-    /// RabbitMQ answers nothing on a connection that has published during a resource alarm.
+    /// For copies. A separate connection, since RabbitMQ reads nothing more from a connection that
+    /// has published during a resource alarm.
     publish_connection: Connection,
     read_channel: Channel,
     /// In confirm mode; opened for the first copy.
@@ -220,7 +228,7 @@ pub(crate) struct QueueReader {
     reader_id: String,
     /// The number of copies that this reader published to replace messages and has not read yet.
     unread_replacements: u64,
-    /// Set once `total` messages are read and replacements are still unread.
+    /// Set when `total` messages are read and some replacements are still unread.
     copy_search: Option<CopySearchBudget>,
     /// The digest of each message that this reader redrove, with the time just before its first
     /// copy was published, in milliseconds since 1970.
@@ -283,21 +291,22 @@ impl QueueReader {
             count_policy,
             queue_kind,
         };
-        if total > 0 && reader.replaces_counted() {
+        if total > 0 && reader.replaces_high_counts() {
             reader.check_can_publish().await?;
         }
         Ok(reader)
     }
 
-    /// Whether messages with a high delivery count are replaced.
-    fn replaces_counted(&self) -> bool {
+    /// Whether messages whose delivery count is [`REPLACE_AT_COUNT`] or more are replaced.
+    fn replaces_high_counts(&self) -> bool {
         self.queue_kind == DestinationQueueKind::UnlimitedQuorum
             && self.count_policy == DeliveryCountPolicy::Refused
     }
 
-    /// The next message, up to the number that the queue had at open, including copies that replace
-    /// them. If another reader receives some of them, later messages are returned instead. Skips
-    /// messages that this reader redrove and that failed again.
+    /// The next message. Returns at most as many messages as the queue had at open, where a copy
+    /// that replaces a message counts as that message. If another reader receives some of these
+    /// messages, later ones are returned instead. Skips messages that this reader redrove and that
+    /// failed again.
     pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, CliError> {
         while let Some((delivery, table, delivery_count)) = self.next_delivery().await? {
             let dead_letter = self.dead_letter(delivery, table, delivery_count);
@@ -332,8 +341,8 @@ impl QueueReader {
                 self.unread_replacements = self.unread_replacements.saturating_sub(1);
             }
             let delivery_count = delivery_count(&table, self.queue_kind);
-            let is_near_a_limit = delivery_count.is_some_and(|count| count >= REPLACED_FROM_COUNT);
-            if is_near_a_limit && self.replaces_counted() {
+            let has_high_count = delivery_count.is_some_and(|count| count >= REPLACE_AT_COUNT);
+            if has_high_count && self.replaces_high_counts() {
                 self.replace(delivery, delivery_count).await?;
                 continue;
             }
@@ -343,16 +352,17 @@ impl QueueReader {
             if !copy_search.count_message(delivery.redelivered) {
                 self.unread_replacements = 0;
             }
-            // A copy of any reader replaces an older message, so it counts as one of `total`.
+            // A copy that any reader published replaces an older message, so it is returned. Other
+            // messages are skipped: `total` messages have been read.
             if replaced_by.is_some() {
                 return Ok(Some((delivery, table, delivery_count)));
             }
         }
     }
 
-    /// Whether to read another message after `total`: only while replacements are unread and within
-    /// the [`CopySearchBudget`]: as many first deliveries as are ready now, and at least as many
-    /// redeliveries.
+    /// Whether to read another message after `total`: only while replacements are unread, and
+    /// within the [`CopySearchBudget`], which allows as many first deliveries as messages are ready
+    /// now, and at least as many redeliveries.
     async fn may_read_another(&mut self) -> Result<bool, CliError> {
         if self.unread_replacements > 0 && self.copy_search.is_none() {
             let ready = u64::from(declare_passively(&self.read_channel, &self.queue).await?);
@@ -364,8 +374,8 @@ impl QueueReader {
         Ok(self.unread_replacements > 0)
     }
 
-    /// Whether this is a message that this reader redrove and that failed again. An equal message
-    /// dead-lettered before the redrive is a different message.
+    /// Whether this reader redrove the message, and it was dead-lettered again. A message with the
+    /// same id and body that was dead-lettered before the redrive is another message.
     fn was_redriven(&self, dead_letter: &DeadLetter) -> bool {
         self.redriven_at_ms
             .get(&message_digest(dead_letter))
@@ -424,7 +434,7 @@ impl QueueReader {
             other_source: origin.filter(|name| *name != self.source_queue),
             // A producer may forge `oncegate-dropped-headers`: redrive then skips the message, or
             // sends it with `--accept-lost-headers`.
-            missing_parts: header(DROPPED_HEADERS).map(|names| {
+            lost_headers: header(DROPPED_HEADERS).map(|names| {
                 format!(
                     "its headers ({names}) were too large for the copy in `{}`",
                     self.queue
@@ -451,6 +461,10 @@ impl QueueReader {
         dead_letter
     }
 
+    /// Removes a message from the queue.
+    ///
+    /// # Errors
+    /// The channel closed; the message may still be in the queue.
     pub(crate) async fn remove(&self, dead_letter: &DeadLetter) -> Result<(), CliError> {
         let tag = unacked(dead_letter)?.tag;
         let message = match dead_letter.id() {
@@ -498,6 +512,7 @@ impl QueueReader {
         }
     }
 
+    /// Waits until the queue has at least this many ready messages.
     async fn wait_until_requeued(&self, unacked: u64) -> lapin::Result<()> {
         let channel = within_limit(self.connection.create_channel()).await?;
         while u64::from(declare_passively(&channel, &self.queue).await?) < unacked {
@@ -517,7 +532,7 @@ fn unacked(dead_letter: &DeadLetter) -> Result<&UnackedDelivery, CliError> {
     })
 }
 
-/// Identifies a message and its later dead letters, by id and body.
+/// A hash of id and body: equal for a message and for the dead letter of its copy.
 fn message_digest(dead_letter: &DeadLetter) -> u64 {
     let mut hasher = DefaultHasher::new();
     (dead_letter.id(), &dead_letter.body).hash(&mut hasher);

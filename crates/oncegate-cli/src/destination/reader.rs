@@ -13,7 +13,7 @@ use crate::error::CliError;
 /// Why a copy was not confirmed.
 #[derive(Debug)]
 pub(crate) enum PublishError {
-    /// It was not published, or the broker rejected it: no copy exists.
+    /// The copy was not published, or the broker rejected it: no copy exists.
     Refused(CliError),
     /// No confirmation arrived: a copy may exist.
     Unconfirmed(CliError),
@@ -27,7 +27,7 @@ impl From<PublishError> for CliError {
     }
 }
 
-/// Reads one destination up to its end when it was opened.
+/// Reads one destination, up to the end that it had when the reader was opened.
 pub(crate) enum DestinationReader {
     #[cfg(feature = "kafka")]
     Kafka(kafka::TopicReader),
@@ -57,11 +57,12 @@ impl DestinationReader {
                     .await?,
             )),
             #[allow(unreachable_patterns)]
-            broker => return Err(broker.feature_missing()),
+            broker => return Err(broker.missing_feature_error()),
         })
     }
 
-    /// The number of messages when it was opened; an upper bound on Kafka, where offsets have gaps.
+    /// The number of messages when the reader was opened. On Kafka an upper bound, since offsets
+    /// may have no record.
     pub(crate) fn total(&self) -> u64 {
         match self {
             #[cfg(feature = "kafka")]

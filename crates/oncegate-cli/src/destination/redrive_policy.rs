@@ -1,8 +1,8 @@
 //! Decides whether a copy of a message may be sent, and with which age.
 //!
-//! Messages stay in destinations longer than markers stay in the store, which expire after the
-//! window. A marker that records no effect proves that the message was not handled. An absent
-//! marker proves it only within the window.
+//! Messages stay in destinations for longer than markers stay in the store: markers expire after
+//! the dedup window. A marker that records no effect proves that the message was not handled. An
+//! absent marker proves that only within the window.
 
 use std::time::Duration;
 
@@ -40,9 +40,9 @@ pub(crate) struct AcceptedRisks {
     accept_lost_headers: bool,
 }
 
-/// Reasons that the gate assigns after it claimed the id: the claim lasted until the message was
-/// put into its destination, so the id was not handled before that time.
-const CLAIMED_UNTIL_DEAD_LETTERED: [&str; 8] = [
+/// Reasons that a consumer assigns after the store has answered a claim of the id. The answer
+/// proves that the id was not recorded as handled before the message was put into its destination.
+const NOT_DONE_WHEN_DEAD_LETTERED: [&str; 8] = [
     "refused",
     "attempts-spent",
     "crashes-spent",
@@ -53,6 +53,7 @@ const CLAIMED_UNTIL_DEAD_LETTERED: [&str; 8] = [
     "in-doubt-interrupted",
 ];
 
+/// The error that skips one message.
 fn skip<T>(why: impl std::fmt::Display) -> Result<T, CliError> {
     Err(CliError::incomplete(format!("skipped: {why}")))
 }
@@ -79,7 +80,7 @@ pub(crate) fn check_complete(
     accepted: AcceptedRisks,
 ) -> Result<(), CliError> {
     check_body(message)?;
-    match &message.missing_parts {
+    match &message.lost_headers {
         Some(what) if !accepted.accept_lost_headers => skip(format!(
             "{what}, so a copy would lack them; --accept-lost-headers sends it without them"
         )),
@@ -87,12 +88,13 @@ pub(crate) fn check_complete(
     }
 }
 
-/// Checks that no marker can block a copy, where no store is configured.
+/// Checks that no marker can block a copy. For commands without a configured store, which cannot
+/// clear a marker.
 ///
 /// # Errors
-/// The marker may block it, and can be cleared only in the store.
+/// A marker may block a copy.
 pub(crate) fn check_without_store(message: &DeadLetter) -> Result<(), CliError> {
-    let may_have_marker = CLAIMED_UNTIL_DEAD_LETTERED.contains(&message.reason())
+    let may_have_marker = NOT_DONE_WHEN_DEAD_LETTERED.contains(&message.reason())
         || matches!(message.reason(), "unreadable" | "conflict");
     if message.id().is_some() && may_have_marker {
         return skip(
@@ -118,7 +120,7 @@ fn check_body(message: &DeadLetter) -> Result<(), CliError> {
     }
 }
 
-/// Whether the id of a message is its topic, partition and offset, so that a copy gets another id.
+/// Whether the id of a message is its topic, partition and offset. A copy then has another id.
 fn id_is_position(message: &DeadLetter, context: &CliContext) -> bool {
     let by_config = context
         .config
@@ -127,10 +129,11 @@ fn id_is_position(message: &DeadLetter, context: &CliContext) -> bool {
     by_config || (message.id().is_some() && message.id() == message.header(headers::ORIGIN))
 }
 
-/// Milliseconds since its id may have been handled at the earliest; `None` if unknown.
+/// Milliseconds since the earliest time at which the id of a message may have been handled; `None`
+/// if that time is unknown.
 fn ms_since_possibly_handled(message: &DeadLetter) -> Option<u64> {
     let sent_ms = message.sent_or_rejected_ms();
-    let since = if CLAIMED_UNTIL_DEAD_LETTERED.contains(&message.reason()) {
+    let since = if NOT_DONE_WHEN_DEAD_LETTERED.contains(&message.reason()) {
         message.rejected_at_ms.or(sent_ms)
     } else {
         sent_ms
@@ -138,16 +141,16 @@ fn ms_since_possibly_handled(message: &DeadLetter) -> Option<u64> {
     since.map(|since| now_ms().saturating_sub(since))
 }
 
-/// Whether the marker of its id may have expired.
+/// Whether the marker of the message's id may have expired; true if the age is unknown.
 pub(crate) fn marker_may_have_expired(message: &DeadLetter, window: Duration) -> bool {
     ms_since_possibly_handled(message).is_none_or(|age| age >= ms(window))
 }
 
-/// How a copy is redriven.
+/// The age of a copy, and the change of its marker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CopyPlan {
     pub(crate) age: CopyAge,
-    /// The effect of earlier attempts, as the marker records it.
+    /// What the cleared marker records about the effect of earlier attempts.
     pub(crate) effect: Effect,
 }
 
@@ -156,9 +159,10 @@ const NEW_COPY: CopyPlan = CopyPlan {
     effect: Effect::Nothing,
 };
 
-/// Whether the marker has the fingerprint of another body. Only checked for messages whose id
-/// oncegate did not write, such as those that a broker dead-lettered: their producer could
-/// otherwise clear the marker of another message.
+/// Whether the marker has the fingerprint of another body. Always false for a message with the
+/// header `oncegate-id`. A message without it, such as one that a broker dead-lettered, has the id
+/// that its producer wrote: without this check the producer could clear the marker of another
+/// message.
 fn has_other_body(message: &DeadLetter, marker: &Marker) -> bool {
     let fingerprint = match marker {
         Marker::Rejected { fingerprint, .. } => *fingerprint,
@@ -169,10 +173,11 @@ fn has_other_body(message: &DeadLetter, marker: &Marker) -> bool {
         && fingerprint.is_some_and(|it| it != Fingerprint::of(message.bytes()))
 }
 
-/// Plans the copy of a message from its marker; `None` means that there is no store.
+/// Plans the copy of a message from its marker; `None` if no store is configured or the message has
+/// no id.
 ///
 /// # Errors
-/// The reason why no copy may be sent; the message stays in its destination.
+/// No copy may be sent; the text has the reason. The message stays in its destination.
 pub(crate) fn plan_copy(
     message: &DeadLetter,
     seen: Option<&ObservedMarker<'_>>,
@@ -189,7 +194,8 @@ pub(crate) fn plan_copy(
     plan_for_state(message, state, selected_by_id, accepted, context)
 }
 
-/// Plans the copy of a message from the state of its marker; `Absent` if there is no store.
+/// Plans the copy of a message from the state of its marker; `Absent` also if the marker was not
+/// read.
 pub(crate) fn plan_for_state(
     message: &DeadLetter,
     state: MarkerState,
@@ -239,6 +245,7 @@ pub(crate) fn plan_for_state(
     }
 }
 
+/// Plans the copy of a message whose id has no marker.
 fn plan_without_marker(
     message: &DeadLetter,
     accepted: AcceptedRisks,

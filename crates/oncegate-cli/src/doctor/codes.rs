@@ -12,7 +12,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ),
     (
         "max-age-exceeds-window",
-        "messages older than the window are taken as new",
+        "messages older than the dedup window count as new",
     ),
     (
         "consumer-timeout-too-short",
@@ -20,7 +20,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ),
     (
         "scope-not-configured",
-        "no scope and no prefix: another service on the same Redis would skip messages",
+        "no scope and no prefix: two services on the same Redis would skip each other's messages",
     ),
     (
         "audit-directory-missing",
@@ -31,7 +31,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "no broker is configured, so only the store is checked",
     ),
     ("store-not-configured", "no store is configured"),
-    ("store-unreachable", "Redis is unreachable"),
+    ("store-unreachable", "Redis or PostgreSQL is unreachable"),
     (
         "store-login-rejected",
         "Redis rejects the user or the password",
@@ -50,7 +50,8 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ),
     (
         "store-volatile",
-        "the store is volatile: the memory of a process, or an SQLite file on a file system in memory",
+        "a crash may lose markers: they are in the memory of a process, in an SQLite file on a file system in memory, or in PostgreSQL \
+         with fsync or full_page_writes off or an unlogged table",
     ),
     (
         "store-file-missing",

@@ -23,10 +23,11 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Metadata of an existing topic.
 #[derive(Clone, Copy)]
 struct TopicMetadata {
-    /// Brokers in the cluster.
+    /// The number of brokers in the cluster.
     brokers: usize,
+    /// The lowest number of replicas of a partition.
     replicas: usize,
-    /// One of its partitions.
+    /// The id of one partition.
     partition: i32,
 }
 
@@ -45,10 +46,11 @@ impl TopicSettings {
 
 pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     if let Err(error) = config.check_source(oncegate_config::Broker::Kafka) {
-        // Tools need no group.
-        let is_refused = config.has("kafka.group") || !error.to_string().starts_with("kafka.group:");
+        // Only a consumer needs kafka.group: the commands of this tool also work without it.
+        let is_refused =
+            config.has("kafka.group") || !error.to_string().starts_with("kafka.group:");
         if is_refused {
-            findings.refused_settings("[kafka]", &error);
+            findings.add_refused_settings("[kafka]", &error);
             return Ok(());
         }
     }
@@ -73,7 +75,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
         let mut lookups = Vec::new();
         for name in &names {
             lookups.push(look_up_topic(&consumer, name));
-            // Send no more requests to an unreachable broker.
+            // An unreachable broker would let each further request wait for its timeout.
             if matches!(lookups.last(), Some(Err(MetadataError::Unavailable(_)))) {
                 break;
             }
@@ -104,7 +106,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
                 let what = if code == "topic-missing" {
                     "it does not exist"
                 } else {
-                    "it does not exist, so messages cannot be dead-lettered or moved in doubt"
+                    "it does not exist, so messages cannot be dead-lettered or put in doubt"
                 };
                 let (create_by_consumer, retention) = match code {
                     "topic-missing" => (String::new(), ""),
@@ -190,7 +192,7 @@ fn check_topics(
 /// Checks that the user may read the topic and use the group, if one is configured.
 ///
 /// # Errors
-/// If the broker does not answer one of these requests.
+/// A permission cannot be determined, because the broker does not answer or returns another error.
 async fn check_permissions(
     config: &Config,
     topic: &str,
@@ -209,8 +211,8 @@ async fn check_permissions(
     let name = topic.to_owned();
     let task = tokio::task::spawn_blocking(move || {
         (
-            permissions::read_topic(&reader, &name, partition),
-            member.map(|member| permissions::see_group(&member, &name, partition)),
+            permissions::check_topic_read(&reader, &name, partition),
+            member.map(|member| permissions::check_group_access(&member, &name, partition)),
         )
     });
     let (topic_permission, group_permission) = task
@@ -254,7 +256,7 @@ async fn check_permissions(
     }
 }
 
-/// Why metadata is not available.
+/// Why a metadata request failed.
 enum MetadataError {
     /// The user lacks permission: the remedy, and the reply of the broker.
     Forbidden(String, String),
@@ -332,6 +334,7 @@ fn missing_grant(name: &str, code: RDKafkaErrorCode) -> Option<String> {
     }
 }
 
+/// Reads the configuration of the topics. Adds a finding for each one that cannot be read.
 async fn describe(
     admin: &AdminClient<DefaultClientContext>,
     existing: Vec<(String, TopicMetadata)>,
@@ -388,7 +391,8 @@ async fn describe(
     topics
 }
 
-/// Messages that outlive the window are handled again after an offset reset.
+/// Warns if the topic keeps messages for longer than the dedup window: after an offset reset such
+/// messages are handled again.
 fn check_retention(
     config: &Config,
     name: &str,
@@ -405,7 +409,7 @@ fn check_retention(
         .and_then(|ms| u64::try_from(ms).ok())
         .map(Duration::from_millis);
     if retention.is_none_or(|retention| retention > config.window()) {
-        let reply = retention.map_or_else(
+        let how_long = retention.map_or_else(
             || "without limit".to_owned(),
             |retention| format!("for {}", duration_text(retention)),
         );
@@ -413,7 +417,7 @@ fn check_retention(
             "window-shorter-than-retention",
             format!("Kafka topic {name}"),
             format!(
-                "it keeps messages {reply}, and ids are remembered for {}: after an offset reset, older messages are handled \
+                "it keeps messages {how_long}, and ids are remembered for {}: after an offset reset, older messages are handled \
                  again, or are in doubt in at most once",
                 duration_text(config.window())
             ),

@@ -1,4 +1,4 @@
-//! RabbitMQ: checks that the queues exist and keep their messages.
+//! RabbitMQ: checks that the queues exist and lose no messages.
 
 use std::time::Duration;
 
@@ -12,15 +12,15 @@ use crate::config::Config;
 use crate::destination::{Destination, rabbitmq};
 use crate::error::CliError;
 
-/// The time limit of all requests together. When a connection ends, lapin 4.12.3 may leave a request
-/// without a reply.
+/// The time limit of all requests together. When a connection ends, lapin 4.12.3 may leave a
+/// request without a reply.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// The time limit of closing the connection.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     if let Err(error) = config.check_source(oncegate_config::Broker::RabbitMq) {
-        findings.refused_settings("[rabbitmq]", &error);
+        findings.add_refused_settings("[rabbitmq]", &error);
         return Ok(());
     }
     let shown = config
@@ -58,7 +58,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             "check that it is not overloaded, and run this again",
         ),
     }
-    // The result does not matter: nothing is sent after it.
+    // An error does not matter: nothing is sent after this.
     let _ = tokio::time::timeout(CLOSE_TIMEOUT, connection.close(200, "OK".into())).await;
     Ok(())
 }
@@ -75,7 +75,7 @@ async fn check_queues(
     } else {
         QueueTopology::Required
     };
-    for (missing, name, role) in [
+    for (missing_code, name, role) in [
         (
             "queue-missing",
             queue,
@@ -94,7 +94,7 @@ async fn check_queues(
             QueueRole::Destination,
         ),
     ] {
-        check_queue(connection, missing, &name, &role, topology, findings).await?;
+        check_queue(connection, missing_code, &name, &role, topology, findings).await?;
     }
     let mismatch = config.rabbitmq()?.queue_mismatch(connection).await;
     if let Ok(Some(SourceError::Misconfigured { problem, .. })) = mismatch {
@@ -112,25 +112,26 @@ async fn check_queues(
 /// Whether the consumer declares missing queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QueueTopology {
-    /// It declares them when it starts.
+    /// The consumer declares them when it starts.
     Declared,
-    /// It ends with an error if one is missing.
+    /// The consumer does not start if a queue is missing.
     Required,
 }
 
 /// What a queue is used for.
 enum QueueRole {
-    /// The consumer reads it, and its messages are dead-lettered to this queue.
+    /// The consumer reads the queue, and its messages are dead-lettered to `dead_letters`.
     Consumed { dead_letters: String },
-    /// It receives dead letters or in-doubt messages.
+    /// The queue receives dead letters or messages in doubt.
     Destination,
 }
 
-/// Declares an existing queue with the arguments of the consumer: the queue stays unchanged, and the
+/// Adds a finding with the code `missing_code` if the queue does not exist, and findings about its
+/// arguments. Compares them by declaring the queue: an existing queue stays unchanged, and the
 /// broker names the first argument that differs.
 async fn check_queue(
     connection: &Connection,
-    missing: &'static str,
+    missing_code: &'static str,
     name: &str,
     role: &QueueRole,
     topology: QueueTopology,
@@ -143,14 +144,14 @@ async fn check_queue(
             match topology {
                 QueueTopology::Declared => findings.add(
                     Severity::Advice,
-                    missing,
+                    missing_code,
                     at,
                     "not declared yet; the consumer declares it at its first start",
                     "start the consumer; if one has run before, check that the names under [rabbitmq] and the virtual host in rabbitmq.url \
                      are those of the consumer",
                 ),
                 QueueTopology::Required => findings.error(
-                    missing,
+                    missing_code,
                     at,
                     "it does not exist, and rabbitmq.topology does not let the consumer declare it",
                     "declare it, or set rabbitmq.topology = \"declare\"",
@@ -199,8 +200,8 @@ async fn check_queue(
             (ArgumentComparison::Differs(mismatch), _) => mismatches.push(mismatch),
         }
     }
-    // For a classic queue, too, the broker may name `x-delivery-limit` as the first difference, although
-    // such a queue has none; the reply about `x-queue-type` shows the type.
+    // For a classic queue, too, the broker may name `x-delivery-limit` as the first difference,
+    // although such a queue has none; the reply about `x-queue-type` shows the type.
     let is_quorum = mismatches
         .iter()
         .any(|it| it.argument == "x-queue-type" && it.reply.contains("current is 'quorum'"));
@@ -222,17 +223,18 @@ struct ArgumentMismatch {
     reply: String,
 }
 
-/// The result of comparing the arguments of a queue.
+/// How the arguments of a queue compare with expected ones.
 enum ArgumentComparison {
     /// All arguments are equal.
     Same,
-    /// One argument differs.
+    /// At least one argument differs; the broker names one.
     Differs(ArgumentMismatch),
     /// The user has no configure permission; the reply of the broker.
     NotPermitted(String),
 }
 
-/// Arguments that lose messages, worst first: the broker names only one per declaration.
+/// Queue properties and arguments that can lose messages, the worst first. Each declaration reveals
+/// only one difference, so several are compared, and the worst is reported.
 const WORST_FIRST: [&str; 9] = [
     "durable",
     "auto_delete",
@@ -245,7 +247,7 @@ const WORST_FIRST: [&str; 9] = [
     "x-dead-letter-exchange",
 ];
 
-/// Compares the arguments of a queue with these.
+/// Compares the arguments of an existing queue with these by declaring it.
 async fn compare_arguments(
     connection: &Connection,
     name: &str,
@@ -265,7 +267,8 @@ async fn compare_arguments(
     };
     match rabbitmq::reply_code(&error) {
         Some(403) => Ok(ArgumentComparison::NotPermitted(error.to_string())),
-        // An exclusive queue is locked.
+        // 405 RESOURCE_LOCKED: the queue is exclusive to another connection. 406
+        // PRECONDITION_FAILED: an argument differs.
         Some(405 | 406) => {
             let reply = error.to_string();
             let argument = reply
@@ -281,6 +284,7 @@ async fn compare_arguments(
     }
 }
 
+/// Adds the finding about a quorum queue that has no arguments except its type.
 fn add_plain_quorum(role: &QueueRole, at: String, findings: &mut DoctorFindings) {
     match role {
         QueueRole::Destination => findings.warning(
@@ -301,6 +305,7 @@ fn add_plain_quorum(role: &QueueRole, at: String, findings: &mut DoctorFindings)
 const REDECLARE: &str =
     "queue arguments cannot be changed: drain the queue, delete it, and declare it";
 
+/// Adds the finding about an argument that differs.
 fn add_mismatch(
     mismatch: &ArgumentMismatch,
     role: &QueueRole,
@@ -369,17 +374,18 @@ fn add_mismatch(
     }
 }
 
-/// What it means that a queue has the arguments of a probe.
+/// What follows if a queue has exactly the arguments of a declaration in [`probes`].
 #[derive(Clone, Copy)]
 enum ProbeResult {
     /// The queue loses no messages.
     Good,
-    /// A quorum queue without a dead-letter exchange and with the default delivery limit.
+    /// The queue is a quorum queue without a dead-letter exchange and with the default delivery
+    /// limit.
     PlainQuorum,
 }
 
-/// Argument sets to compare: those that the consumer declares, those of a classic queue, and others
-/// for which the broker may name another difference.
+/// The sets of arguments to compare with those of a queue: those that the consumer declares, those
+/// of a classic queue, and others for which the broker may name another difference.
 fn probes(role: &QueueRole) -> Vec<(FieldTable, ProbeResult)> {
     let text = |value: &str| AMQPValue::LongString(value.into());
     let mut plain = FieldTable::default();

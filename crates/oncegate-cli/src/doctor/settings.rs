@@ -20,6 +20,10 @@ pub(super) fn volatile_store_severity(config: &Config) -> Severity {
     }
 }
 
+/// Adds findings about settings that contradict each other or are missing.
+///
+/// # Errors
+/// A setting is invalid.
 pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     config.check()?;
     let (lease, window, max_age) = (config.lease(), config.window(), config.max_age());
@@ -51,14 +55,15 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
             "max-age-exceeds-window",
             "gate.max-age",
             format!(
-                "messages up to an age of {} are taken as new, and ids are forgotten after {}",
+                "messages up to an age of {} count as new, and markers of handled ids expire after {}",
                 duration_text(max_age),
                 duration_text(window)
             ),
             "set gate.max-age to at most gate.dedup-window, half of it by default",
         );
     }
-    // The same calculation as in a starting consumer, which reports other errors itself.
+    // The consumer computes the same value when it starts, and then reports the errors that are
+    // ignored here.
     let longest_unacknowledged = config
         .consumer(Consumer::builder())
         .map_or(Duration::ZERO, |consumer| consumer.longest_open());

@@ -12,7 +12,7 @@ use crate::marker_store;
 pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFindings) {
     let at = format!("SQLite file {}", file.display());
     let sqlite = marker_store::sqlite(config, file);
-    // Opening a missing file would create it, and only a consumer may create it.
+    // `doctor` changes nothing, and opening a missing file would create it.
     if !file.exists() {
         let directory = file
             .parent()

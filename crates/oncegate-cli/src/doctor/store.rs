@@ -21,7 +21,8 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
         Ok(servers) => servers
             .iter()
             .for_each(|server| check_server(server, servers.len() as u64, config, findings)),
-        // The preflight below names the missing commands.
+        // The user may not run INFO. The preflight names the commands that consumers need and the
+        // user may not run.
         Err(error) if is_permission_error(&error.to_string()) => {
             check_rights(&redis, config, findings).await?;
             if !findings.has("store-permission-missing") {
@@ -43,7 +44,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             }
         }
     }
-    // Avoid a second finding for the same cause.
+    // The preflight would add a second finding for each of these causes.
     if ["store-too-old", "store-is-cluster-node", "store-is-replica"]
         .iter()
         .any(|code| findings.has(code))
@@ -53,11 +54,11 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
     check_rights(&redis, config, findings).await
 }
 
-/// Checks the commands that consumers run, and then those that only this program runs. One remedy
-/// grants all.
+/// Checks that the user may run the commands of consumers, and then those that only this program
+/// runs. The remedy grants all of them.
 ///
 /// # Errors
-/// If the rights of the tool cannot be determined.
+/// The rights of this program cannot be determined.
 async fn check_rights(
     redis: &Redis,
     config: &Config,
@@ -100,6 +101,7 @@ async fn check_rights(
     Ok(())
 }
 
+/// Whether the server cannot be reached or does not answer, so that a retry may succeed.
 fn is_unavailable(error: &StoreError) -> bool {
     !matches!(
         error,
@@ -107,6 +109,7 @@ fn is_unavailable(error: &StoreError) -> bool {
     )
 }
 
+/// Whether the text of an error says that the user lacks a permission.
 fn is_permission_error(text: &str) -> bool {
     text.contains("NOPERM") || text.contains("does not let")
 }
@@ -147,6 +150,7 @@ fn add_store_error(error: StoreError, findings: &mut DoctorFindings) {
     }
 }
 
+/// Adds findings about the settings and the state of one server.
 fn check_server(
     server: &ServerInfo,
     primaries: u64,
@@ -252,6 +256,7 @@ fn check_server(
     }
 }
 
+/// Adds findings about memory that is nearly full, or too small for `gate.rate`.
 fn check_memory(
     server: &ServerInfo,
     primaries: u64,

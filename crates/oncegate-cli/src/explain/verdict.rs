@@ -14,46 +14,51 @@ use crate::output::{ms, now_ms};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum HandlingVerdict {
-    /// Handled once.
+    /// Recorded as handled.
     Handled,
-    /// Handled, and the topic has several messages with this id.
+    /// Recorded as handled, and the topic has several messages with this id.
     HandledWithDuplicates,
     /// Claimed; `Guarantee::Bare` does not record whether it was handled.
     Claimed,
+    /// A consumer is handling it.
     InProgress,
-    /// Its lease expired, and no delivery claimed it since.
+    /// The lease of its last claim expired, and no delivery has claimed it since.
     Abandoned,
+    /// Whether its effect happened is unknown.
     InDoubt,
+    /// It was not handled, and its message is or was in the dead letters.
     DeadLettered,
-    /// In the dead letters, and an attempt may have had an effect.
+    /// Its message is in the dead letters, and an attempt may have had an effect.
     EffectUnknown,
-    /// The only dead letter has another body than the message that used the id first, and the
-    /// marker of that message is absent.
+    /// The id has only a dead letter with the reason `conflict`, whose body differs from that of
+    /// the first message with the id, and the marker of that message is absent.
     Conflict,
-    /// An operator dropped it.
+    /// It is not recorded as handled, and an operator dropped its message.
     Dropped,
-    /// An operator sent it back, and it was not handled since.
+    /// An operator sent its message back to the consumer, and it was not handled since.
     SentBack,
-    /// It failed, and will run again if the broker still has its message.
+    /// An attempt failed or may have had its effect, and it will run again if the broker still has
+    /// its message.
     WillRunAgain,
     /// The topic has messages with this id, and nothing else is known.
     NotRecorded,
-    /// No trace of the id was found.
+    /// Nothing about the id was found.
     Unknown,
-    /// No trace of the id was found, and not everything was checked.
+    /// Nothing about the id was found, and not everything was checked.
     Unchecked,
-    /// The value under its key is not a marker.
+    /// The value of its key in the store is not a marker.
     UnreadableMarker,
     /// The store could not be read.
     StoreUnreadable,
 }
 
 impl HandlingVerdict {
-    /// Whether no trace of the id was found.
+    /// Whether nothing about the id was found.
     pub(crate) fn is_unknown(self) -> bool {
         matches!(self, Self::Unknown | Self::Unchecked)
     }
 
+    /// The verdict as the first line of the text output.
     pub(crate) fn label(self, guarantee: Guarantee) -> &'static str {
         match (self, guarantee) {
             (Self::Handled, Guarantee::AtMostOnce) => return "handled, once",
@@ -93,14 +98,16 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
         let text = "The store could not be read, and only the store records which ids were handled. Dead letters, messages in doubt and audited actions are listed below.";
         return (HandlingVerdict::StoreUnreadable, text.into());
     };
-    // Messages from another source belong to another consumer.
+    // A pending message that this consumer dead-lettered: one from another source belongs to
+    // another consumer.
     let pending = |messages: &[DeadLetter], with: &dyn Fn(&DeadLetter) -> bool| {
         messages
             .iter()
             .find(|it| it.state.is_pending() && it.other_source.is_none() && with(it))
             .cloned()
     };
-    // A conflict is another message with the id: it proves nothing about the first message.
+    // A message with the reason `conflict` has the id of another message, and proves nothing about
+    // that one.
     let (conflict, own, doubt) = (
         pending(&evidence.dead_letters, &is_conflict),
         pending(&evidence.dead_letters, &|it| !is_conflict(it)),
@@ -174,7 +181,8 @@ fn last_action(evidence: &Evidence) -> Option<(&AuditEntry, AuditedAction)> {
     done.rfind(|(_, action)| *action != AuditedAction::Other)
 }
 
-/// Whether no claim was granted since an operator cleared the marker.
+/// Whether no claim was granted since an operator cleared the marker, which resets the number of
+/// counted attempts to 0.
 fn nothing_ran_since(evidence: &Evidence) -> bool {
     evidence
         .marker
@@ -182,7 +190,8 @@ fn nothing_ran_since(evidence: &Evidence) -> bool {
         .is_some_and(|marker| marker.attempts == Some(0))
 }
 
-/// Whether an action is older than the window, so that a marker written since may have expired.
+/// Whether an action is older than the dedup window, so that a marker that was written after it may
+/// have expired.
 fn is_older_than_window(entry: &AuditEntry, evidence: &Evidence) -> bool {
     now_ms().saturating_sub(entry.at_ms) >= ms(evidence.window)
 }
@@ -199,8 +208,9 @@ fn completed_by_operator(evidence: &Evidence) -> Option<&AuditEntry> {
     .then_some(entry)
 }
 
-/// The number of messages in the topic that are not in a destination.
-fn copies(evidence: &Evidence) -> Option<usize> {
+/// The number of messages with the id in the topic, without those whose copy is in a destination;
+/// `None` without `--copies`.
+fn copies_outside_destinations(evidence: &Evidence) -> Option<usize> {
     let in_destinations: Vec<&str> = evidence
         .dead_letters
         .iter()
@@ -221,12 +231,13 @@ fn copies(evidence: &Evidence) -> Option<usize> {
     )
 }
 
+/// The verdict and explanation of a done marker.
 fn handled(
     evidence: &Evidence,
     dead: Option<&DeadLetter>,
     doubt: Option<&DeadLetter>,
 ) -> (HandlingVerdict, String) {
-    let copies = copies(evidence).unwrap_or(0);
+    let copies = copies_outside_destinations(evidence).unwrap_or(0);
     let mut text = match completed_by_operator(evidence) {
         Some(entry) => format!(
             "It counts as handled: {} recorded that on {} (`{}`).",
@@ -243,7 +254,7 @@ fn handled(
     match (copies, dead.map(DeadLetter::reason)) {
         (2.., _) => text.push_str(&format!(" The topic has {copies} messages with this id outside the destinations: one was handled, the others are duplicates.")),
         (_, Some("conflict")) => {}
-        _ if evidence.copies.is_none() => text.push_str(" A duplicate leaves no trace in the store; the counter `oncegate_deliveries_total{outcome=\"duplicate\"}` counts them."),
+        _ if evidence.copies.is_none() => text.push_str(" A duplicate is not recorded in the store; the counter `oncegate_deliveries_total{outcome=\"duplicate\"}` counts duplicates."),
         _ => {}
     }
     match dead {
@@ -268,6 +279,7 @@ fn handled(
     )
 }
 
+/// The explanation of an id in doubt, with its message if one was found.
 fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>, state: MarkerState) -> String {
     let why = message.map(|message| match message.errors() {
         Some(errors) => format!("{} ({errors})", message.reason_text()),
@@ -284,13 +296,13 @@ fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>, state: MarkerStat
                 .into()
         }
         _ => "Its effect is unknown. It does not run again without a decision; the in-doubt destination shows no message (on RabbitMQ \
-              another reader may hold it), so a delivery may still reconcile it, or an operator runs `oncegate in-doubt resolve`."
+              another reader may have received it), so a delivery may still reconcile it, or an operator runs `oncegate in-doubt resolve`."
             .into(),
     }
 }
 
-/// Whether another message with the id of a message in doubt would run. Only its marker prevents
-/// that.
+/// The sentence that says whether another message with the id of a message in doubt would run. Only
+/// a marker prevents that.
 fn what_blocks_a_message_in_doubt(
     evidence: &Evidence,
     message: &DeadLetter,
@@ -320,8 +332,8 @@ fn is_conflict(message: &DeadLetter) -> bool {
     message.reason() == "conflict"
 }
 
-/// The text if only a conflict proves that the id was used: the marker existed when the other body
-/// was received.
+/// The explanation if the marker is absent and the only message is a conflict. The marker existed
+/// when the conflicting message was received, so the id was used before.
 fn first_use_unknown(evidence: &Evidence) -> String {
     format!(
         "Whether it was handled is unknown: the id was used by a message whose marker is absent (markers expire after the window of {}).",
@@ -329,6 +341,7 @@ fn first_use_unknown(evidence: &Evidence) -> String {
     )
 }
 
+/// The sentences about a message with the reason `conflict`.
 fn other_body(conflict: &DeadLetter) -> String {
     format!(
         " Another message had the same id and ANOTHER BODY: it was not handled and is in {}. Its producer used the id twice. Send it again with \
@@ -337,20 +350,21 @@ fn other_body(conflict: &DeadLetter) -> String {
     )
 }
 
+/// The explanation of a marker whose lease expired.
 fn lapsed(marker: &str, dead: Option<&DeadLetter>) -> String {
     match dead {
         None => marker.to_owned(),
         // The broker may have dead-lettered it after repeated crashes.
         Some(message) => format!(
-            "{marker} If no delivery is left, its message is in {}: `oncegate dead-letters redrive` sends it back through the gate, which \
+            "{marker} If no delivery is left, its message is in {}: `oncegate dead-letters redrive` sends it back to the consumer, which \
              continues from this marker.",
             message.location
         ),
     }
 }
 
-/// Whether an attempt of a dead letter may have had an effect. In at most once such a message is in
-/// doubt, and not in the dead letters.
+/// Whether an attempt of a dead letter may have had an effect. Always false in at most once, where
+/// such a message is in doubt and not dead-lettered.
 fn may_have_effect(evidence: &Evidence, message: &DeadLetter) -> bool {
     let crashes = message
         .header(headers::CRASHES)
@@ -360,7 +374,7 @@ fn may_have_effect(evidence: &Evidence, message: &DeadLetter) -> bool {
         && (crashes
             || message.reason() == "crashes-spent"
             || by_marker == Some(true)
-            // These markers record no effect.
+            // The markers of `Bare` do not record effects.
             || evidence.guarantee == Guarantee::Bare && message.reason() == "attempts-spent"
             || evidence.has_no_marker() && may_have_unrecorded_effect(evidence, message))
 }
@@ -373,11 +387,12 @@ fn may_have_unrecorded_effect(evidence: &Evidence, message: &DeadLetter) -> bool
     match message.reason() {
         // A first attempt that the handler refused had no effect, and leaves no marker.
         "refused" => !is_first,
-        // The same, if that attempt had no effect.
+        // A first attempt that failed leaves no marker if it had no effect; otherwise its marker
+        // may have expired.
         "attempts-spent" => {
             !is_first || redrive_policy::marker_may_have_expired(message, evidence.window)
         }
-        // It does not say how often the handler ran.
+        // Such a message does not record how often the handler ran.
         "dead-lettered-by-broker" => {
             redrive_policy::marker_may_have_expired(message, evidence.window)
         }
@@ -385,6 +400,7 @@ fn may_have_unrecorded_effect(evidence: &Evidence, message: &DeadLetter) -> bool
     }
 }
 
+/// The verdict and explanation of an id with a dead letter that is not a conflict.
 fn dead_lettered(
     evidence: &Evidence,
     message: &DeadLetter,
@@ -428,10 +444,11 @@ fn dead_lettered(
     (verdict, text)
 }
 
+/// The verdict and explanation of an id without a message in the destinations.
 fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict, String) {
     let last = last_action(evidence);
-    // A marker that is still present proves that the action is the last one; without one, only the
-    // window proves it.
+    // Whether it is known that nothing was handled after the action: the marker is present, or the
+    // action is within the window, so that a later marker would not have expired.
     let is_known =
         |entry: &AuditEntry| state != MarkerState::Absent || !is_older_than_window(entry, evidence);
     let expired = || {
@@ -483,12 +500,12 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
                 false => (HandlingVerdict::Unknown, format!("{sent}.{}", expired())),
             };
         }
-        (Some((entry, AuditedAction::Released)), MarkerState::Cleared)
+        (Some((entry, AuditedAction::MarkerCleared)), MarkerState::Cleared)
             if nothing_ran_since(evidence) =>
         {
             let text = format!(
                 "{} cleared its marker on {}, and the audit records no copy that was sent since. Nothing ran since. Whether the broker still has \
-                 its message is unknown: RabbitMQ hides a message that another reader holds.",
+                 its message is unknown: RabbitMQ does not show a message that another reader has received.",
                 entry.who, entry.at
             );
             return (HandlingVerdict::Unknown, text);
@@ -526,13 +543,13 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         MarkerState::Rejected => (
             HandlingVerdict::DeadLettered,
             "It was not handled: it was rejected. The configured dead letters do not show its message: it was removed \
-             without this tool, has not arrived yet, or another reader holds it on RabbitMQ."
+             without this tool, has not arrived yet, or on RabbitMQ another reader has received it."
                 .into(),
         ),
         MarkerState::Cleared => (
             HandlingVerdict::WillRunAgain,
             "Attempts failed, and none is recorded as handled. The message will run again if it is still in the broker. The configured dead \
-             letters do not show it: if it was dead-lettered, it was removed without this tool, or another reader holds it on RabbitMQ."
+             letters do not show it: if it was dead-lettered, it was removed without this tool, or on RabbitMQ another reader has received it."
                 .into(),
         ),
         _ => {
@@ -550,7 +567,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
                 );
                 return (HandlingVerdict::Unknown, text);
             }
-            let copies = copies(evidence).unwrap_or(0);
+            let copies = copies_outside_destinations(evidence).unwrap_or(0);
             if copies > 0 {
                 let text = format!(
                     "{forgotten}The topic has {copies} messages with this id, and the store has no marker for it: no consumer has claimed them \
@@ -566,7 +583,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
             }
             let text = format!(
                 "{forgotten}Nothing is known about this id: no message with it was ever claimed, or it waits for a retry because its attempts \
-                 failed without an effect (the consumer's log names them), or its dead letter was removed without this tool or is held by another \
+                 failed without an effect (the consumer's log names them), or its dead letter was removed without this tool or received by another \
                  reader, or it was handled longer ago than the window. Check also that \
                  the scope and the prefix are those of the consumer."
             );
@@ -717,7 +734,7 @@ mod tests {
         assert!(!text.contains("It was handled"), "{text}");
     }
 
-    /// Operator actions that could not be read, such as a drop, change the answer.
+    /// An operator action that could not be read, such as a drop, would change the verdict.
     #[test]
     fn an_id_is_not_unknown_if_the_audit_was_not_read() {
         for state in [MarkerState::Absent, MarkerState::Cleared] {

@@ -1,5 +1,5 @@
-//! Changes of markers by an operator: shown first, audited, and applied only if the marker is
-//! unchanged.
+//! `marker forget` and `marker complete`. Without `--yes` a change is only shown. It is recorded in
+//! the audit, and applied only if the marker is unchanged since it was read.
 
 use clap::Args;
 use oncegate::marker::{self, Ask, Effect, Marker, Operation, Token, UNKNOWN_ATTEMPT, Verdict};
@@ -41,6 +41,10 @@ pub(crate) struct ObservedMarker<'a> {
 }
 
 impl<'a> ObservedMarker<'a> {
+    /// Reads the marker of an id.
+    ///
+    /// # Errors
+    /// The store failed, or the value of the key is not a marker.
     pub(crate) async fn look(
         context: &'a CliContext,
         markers: &MarkerStore,
@@ -63,20 +67,25 @@ impl<'a> ObservedMarker<'a> {
 
     /// State and attempt in one line, for the audit.
     pub(crate) fn summary(&self) -> String {
-        match description::attempt(&self.stored.marker) {
+        match description::last_attempt(&self.stored.marker) {
             Some(attempt) => format!("{}, attempt {attempt}", self.state().word()),
             None => self.state().word().to_owned(),
         }
     }
 
-    /// Changes the marker if it is unchanged since it was read. If the change frees the id,
-    /// later attempts are numbered above `fence`: the highest attempt in a dead letter or the audit, or
-    /// [`fence_above`] it if the id was done, since such a marker has none; 0 if unknown.
+    /// Changes the marker if it is unchanged since it was read. If the change frees the id (lets it
+    /// be claimed again), later attempts are numbered above `last_attempt`, because the number is
+    /// the fencing token. `last_attempt` is the highest number in a dead letter or the audit; for a
+    /// done id, whose marker has no number, it is [`above_all_attempts`]; 0 if unknown.
     ///
     /// # Errors
     /// The store failed, or the marker changed meanwhile and nothing was written.
-    pub(crate) async fn apply(&self, ask: Ask, fence: u32) -> Result<(), CliError> {
-        match self.markers.apply(self.operation(ask, fence)).await? {
+    pub(crate) async fn apply(&self, request: Ask, last_attempt: u32) -> Result<(), CliError> {
+        match self
+            .markers
+            .apply(self.operation(request, last_attempt))
+            .await?
+        {
             Verdict::Applied | Verdict::Done { .. } => Ok(()),
             _ => Err(CliError::incomplete(format!(
                 "{}: the marker changed since it was read; nothing was written; run the command again",
@@ -85,9 +94,9 @@ impl<'a> ObservedMarker<'a> {
         }
     }
 
-    /// The state after the id is freed, in a few words.
-    pub(crate) fn state_after_freeing(&self, ask: Ask, fence: u32) -> String {
-        match marker::freed(&self.operation(ask, fence)) {
+    /// The state of the marker after a change that frees the id, as text.
+    pub(crate) fn state_after_freeing(&self, request: Ask, last_attempt: u32) -> String {
+        match marker::freed(&self.operation(request, last_attempt)) {
             Some(Marker::Cleared { attempts, .. }) => {
                 format!("cleared, attempt {}", attempts.number)
             }
@@ -95,34 +104,35 @@ impl<'a> ObservedMarker<'a> {
         }
     }
 
-    fn operation(&self, ask: Ask, fence: u32) -> Operation {
+    fn operation(&self, request: Ask, last_attempt: u32) -> Operation {
         let hold = match self.stored.marker {
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
             _ => None,
         };
         let config = &self.context.config;
         let mut terms = config::terms(config, hold.and_then(|hold| hold.fingerprint));
-        let frees = matches!(ask, Ask::Redrive { .. } | Ask::Forget { .. });
+        let frees = matches!(request, Ask::Redrive { .. } | Ask::Forget { .. });
         if frees {
-            // Bare treats any marker as a duplicate, so the marker is deleted.
+            // A consumer with `Bare` treats every marker as a duplicate, so with this guarantee the
+            // operation deletes the marker.
             terms.guarantee = config.guarantee();
         }
-        // Resolve and complete apply to the observed claim.
+        // `Resolve` and `Complete` have the token and attempt of the claim that was read.
         let holder = hold.filter(|_| !frees);
         Operation {
             key: self.key.clone(),
-            ask,
+            ask: request,
             token: holder.map_or_else(Token::random, |hold| hold.token),
-            attempt: holder.map_or(fence, |hold| hold.attempts.number),
+            attempt: holder.map_or(last_attempt, |hold| hold.attempts.number),
             terms,
         }
     }
 }
 
-/// The fence for attempts after a done id is forgotten: `known`, rounded up to the next multiple of
-/// [`UNKNOWN_ATTEMPT`], which no series of attempts reaches.
-fn fence_above(known: u32) -> u32 {
-    (known / UNKNOWN_ATTEMPT)
+/// A number above all attempts of a done id, of which `highest_known` is the highest in the audit:
+/// the next multiple of [`UNKNOWN_ATTEMPT`] above it, which no series of attempts reaches.
+fn above_all_attempts(highest_known: u32) -> u32 {
+    (highest_known / UNKNOWN_ATTEMPT)
         .saturating_add(1)
         .saturating_mul(UNKNOWN_ATTEMPT)
 }
@@ -131,7 +141,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
     let marker = change.marker(context).await?;
     let id = &marker.id;
     let seen = marker.stored.marker;
-    let (ask, consequence) = match marker.state() {
+    let (request, consequence) = match marker.state() {
         MarkerState::Done => (
             Ask::Forget { seen },
             "was handled, and would be handled AGAIN if a message with this id came",
@@ -163,7 +173,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
         }
         MarkerState::Lapsed => {
             return Err(CliError::incomplete(format!(
-                "{id} is lapsed: the next delivery claims it again, or finds it in doubt with at most once; if none is left, redrive its dead \
+                "{id} is lapsed: the next delivery claims it again, or with at most once puts it in doubt; if there is none, redrive its dead \
                  letter, or record it as done with `oncegate marker complete`"
             )));
         }
@@ -173,19 +183,19 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
             )));
         }
     };
-    let fence = match marker.state() {
-        MarkerState::Done => fence_above(Audit::of(context)?.fence(id).await?),
+    let last_attempt = match marker.state() {
+        MarkerState::Done => above_all_attempts(Audit::of(context)?.highest_attempt(id).await?),
         _ => 0,
     };
-    let what = MarkerChange {
+    let planned = MarkerChange {
         what: "marker forget",
-        ask,
-        fence,
-        after: marker.state_after_freeing(ask, fence),
+        request,
+        last_attempt,
+        after: marker.state_after_freeing(request, last_attempt),
         duration: None,
         consequence,
     };
-    run(context, &change, &marker, what).await
+    run(context, &change, &marker, planned).await
 }
 
 pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result<(), CliError> {
@@ -210,43 +220,45 @@ pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result
     let consequence =
         "would count as handled: a message with this id is accepted without a run for that long";
     let duration = Some(config::window_description(&context.config));
-    let what = MarkerChange {
+    let planned = MarkerChange {
         what: "marker complete",
-        ask: Ask::Complete,
-        fence: 0,
+        request: Ask::Complete,
+        last_attempt: 0,
         after: "done".into(),
         duration,
         consequence,
     };
-    run(context, &change, &marker, what).await
+    run(context, &change, &marker, planned).await
 }
 
-/// A marker change before it is applied.
+/// A planned marker change.
 struct MarkerChange {
     what: &'static str,
-    ask: Ask,
-    /// The number above which later attempts are numbered, if the id is freed.
-    fence: u32,
+    request: Ask,
+    /// If the change frees the id, later attempts are numbered above this.
+    last_attempt: u32,
+    /// The state after the change.
     after: String,
-    /// How long it lasts, if the window decides it.
+    /// How long that state lasts, if the dedup window determines it.
     duration: Option<String>,
     consequence: &'static str,
 }
 
+/// Shows the change, or applies it with `--yes`.
 async fn run(
     context: &CliContext,
     change: &ChangeArgs,
     marker: &ObservedMarker<'_>,
-    what: MarkerChange,
+    planned: MarkerChange,
 ) -> Result<(), CliError> {
     let MarkerChange {
         what,
-        ask,
-        fence,
+        request,
+        last_attempt,
         after: state_after,
         duration,
         consequence,
-    } = what;
+    } = planned;
     let duration = duration
         .map(|duration| format!(" for {duration}"))
         .unwrap_or_default();
@@ -282,7 +294,8 @@ async fn run(
     } else {
         marker.id.clone()
     };
-    let attempt = description::attempt(&marker.stored.marker).max((fence > 0).then_some(fence));
+    let attempt = description::last_attempt(&marker.stored.marker)
+        .max((last_attempt > 0).then_some(last_attempt));
     let action = PlannedAction {
         what,
         id: Some(id.to_string()),
@@ -293,7 +306,7 @@ async fn run(
         attempt,
     };
     let pending = audit.begin(action, change.confirm.why.as_deref()).await?;
-    if let Err(failure) = marker.apply(ask, fence).await {
+    if let Err(failure) = marker.apply(request, last_attempt).await {
         audit.failed(pending, &failure).await?;
         return Err(failure);
     }
@@ -307,9 +320,9 @@ async fn run(
         .print(&ChangeReport::of(what, true, marker, &before, &after), text)
 }
 
-/// The notice that earlier audit lines still contain the id, since the audit is not rewritten.
+/// The notice that earlier lines of the audit contain the forgotten id; empty if none does.
 async fn audit_notice(audit: &Audit, id: &MessageId) -> String {
-    // If the audit cannot be read, writing the action reports it.
+    // An unreadable audit is not reported here: the write of the action fails, too.
     let named = audit.actions_on(id).await.map_or(0, |actions| {
         actions
             .iter()
@@ -326,6 +339,7 @@ async fn audit_notice(audit: &Audit, id: &MessageId) -> String {
     )
 }
 
+/// Prints that the marker already has the wanted state.
 fn report_unchanged(
     context: &CliContext,
     what: &'static str,

@@ -18,16 +18,17 @@ pub(crate) enum MarkerState {
     Absent,
     Cleared,
     InProgress,
-    /// In progress, and its lease has expired.
+    /// In progress, and the lease has expired.
     Lapsed,
     InDoubt,
     Rejected,
     Done,
-    /// Not a marker that this release can read.
+    /// The value is not a marker that this release can read.
     Unreadable,
 }
 
 impl MarkerState {
+    /// The state in text output.
     pub(crate) fn word(self) -> &'static str {
         match self {
             Self::Absent => "absent",
@@ -49,10 +50,10 @@ pub(crate) struct MarkerDescription {
     pub(crate) state: MarkerState,
     #[serde(rename = "description")]
     pub(crate) text: String,
-    /// Attempts that count towards the budget.
+    /// The number of attempts that count towards `max_attempts`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) attempts: Option<u32>,
-    /// Attempts that ended with their process.
+    /// The number of attempts whose lease expired without an outcome.
     #[serde(skip_serializing_if = "Option::is_none")]
     crashes: Option<u32>,
     /// Whether an attempt may have had an effect, although none is recorded as handled.
@@ -66,8 +67,8 @@ pub(crate) struct MarkerDescription {
     claim: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     guarantee: Option<&'static str>,
-    /// When it was last written; for done, rejected and cleared markers computed from the
-    /// configured window.
+    /// When the marker was last written, in milliseconds since 1970. For done, rejected and cleared
+    /// markers, which do not store it, computed from the expiry and the configured dedup window.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) written_at_ms: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -86,7 +87,7 @@ impl MarkerDescription {
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
             _ => None,
         };
-        let by_window = || window.checked_sub(stored.expires_in?);
+        let age_by_window = || window.checked_sub(stored.expires_in?);
         let fingerprint = match stored.marker {
             Marker::Done(it)
             | Marker::Rejected {
@@ -98,18 +99,18 @@ impl MarkerDescription {
             key: key.to_owned(),
             state,
             text: describe(stored),
-            attempts: attempts(&stored.marker).map(Attempts::spent),
-            crashes: attempts(&stored.marker).map(|it| it.crashes),
+            attempts: attempt_counts(&stored.marker).map(Attempts::spent),
+            crashes: attempt_counts(&stored.marker).map(|it| it.crashes),
             may_have_effect: match stored.marker {
                 Marker::Cleared { effect, .. } => effect == Effect::Unknown,
                 Marker::InProgress(_) | Marker::InDoubt(..) => true,
                 _ => false,
             },
-            fence: attempt(&stored.marker),
+            fence: last_attempt(&stored.marker),
             claim: hold.map(|hold| claim(&hold)),
             guarantee: hold.map(|hold| guarantee_name(hold.guarantee)),
             written_at_ms: age
-                .or_else(by_window)
+                .or_else(age_by_window)
                 .map(|age| now_ms().saturating_sub(ms(age))),
             lease_ms: hold.map(|hold| ms(hold.lease)),
             expires_in_ms: stored.expires_in.map(ms),
@@ -124,7 +125,7 @@ impl MarkerDescription {
         }
     }
 
-    /// The description of a value that is no marker.
+    /// The description of a value that is not a marker; `text` says what it is.
     pub(crate) fn unreadable(key: &str, text: String) -> Self {
         Self {
             key: key.to_owned(),
@@ -160,7 +161,7 @@ impl MarkerDescription {
         ]
     }
 
-    /// The complete description.
+    /// All fields, one a line.
     pub(crate) fn to_text(&self) -> String {
         let mut lines = vec![
             format!("{}: {}", self.key, self.state.word()),
@@ -185,7 +186,7 @@ impl MarkerDescription {
     }
 }
 
-/// What is under the key of a marker that cannot be read, and the remedy.
+/// Describes a value in the place of a marker that this release cannot read, with the remedy.
 pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &UnreadableValue) -> String {
     let (at, remedy) = match config.store_kind() {
         Ok(Some(oncegate_config::StoreKind::Sqlite(_))) => (
@@ -216,16 +217,16 @@ pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &UnreadableV
     )
 }
 
-/// The number of the last attempt, if the marker stores it.
-pub(crate) fn attempt(marker: &Marker) -> Option<u32> {
+/// The number of the last attempt, which is the fencing token, if the marker stores it.
+pub(crate) fn last_attempt(marker: &Marker) -> Option<u32> {
     match marker {
         Marker::Rejected { attempt, .. } => Some(*attempt),
-        marker => attempts(marker).map(|it| it.number),
+        marker => attempt_counts(marker).map(|it| it.number),
     }
 }
 
 /// The counts of attempts and crashes.
-fn attempts(marker: &Marker) -> Option<Attempts> {
+fn attempt_counts(marker: &Marker) -> Option<Attempts> {
     match marker {
         Marker::Cleared { attempts, .. } => Some(*attempts),
         Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold.attempts),
@@ -233,7 +234,7 @@ fn attempts(marker: &Marker) -> Option<Attempts> {
     }
 }
 
-/// The state of a marker.
+/// The state of a marker. [`MarkerState::Lapsed`] only if its age is known.
 pub(crate) fn state(stored: &MarkerWithExpiry) -> MarkerState {
     let overdue = |hold: &Hold| stored.age().is_some_and(|age| age > hold.lease);
     match stored.marker {
@@ -247,7 +248,8 @@ pub(crate) fn state(stored: &MarkerWithExpiry) -> MarkerState {
     }
 }
 
-/// Whether a consumer is reconciling it now.
+/// Whether a consumer is reconciling the marker's id, by an unexpired lease; true if the age is
+/// unknown.
 pub(crate) fn is_being_reconciled(stored: &MarkerWithExpiry) -> bool {
     match stored.marker {
         Marker::InDoubt(hold, Doubt::Reconciling) => {
@@ -257,6 +259,7 @@ pub(crate) fn is_being_reconciled(stored: &MarkerWithExpiry) -> bool {
     }
 }
 
+/// The first 8 hexadecimal digits of the token of a claim.
 fn claim(hold: &Hold) -> String {
     format!("{:032x}", hold.token.0)[..8].to_owned()
 }
@@ -269,6 +272,7 @@ fn guarantee_name(guarantee: Guarantee) -> &'static str {
     }
 }
 
+/// The meaning of a marker, in sentences.
 fn describe(stored: &MarkerWithExpiry) -> String {
     let since = |hold: &Hold| match stored.age() {
         Some(age) => format!("{} ago", duration_text(age)),
@@ -285,12 +289,12 @@ fn describe(stored: &MarkerWithExpiry) -> String {
                 .into()
         }
         Marker::Cleared { attempts, effect } => format!(
-            "Free to be claimed. The next attempt is {}; attempts used of the budget: {}.{}",
+            "Free to be claimed. The next attempt is {}; attempts that count towards max_attempts: {}.{}",
             attempts.number.saturating_add(1),
             attempts.spent(),
             match effect {
                 Effect::Nothing => "",
-                Effect::Unknown => " Whether an earlier attempt had an effect is unknown: in at most once the next claim finds it in doubt.",
+                Effect::Unknown => " Whether an earlier attempt had an effect is unknown: in at most once the next claim puts the id in doubt.",
             }
         ),
         Marker::InProgress(hold) => match overdue(&hold) {
@@ -302,12 +306,12 @@ fn describe(stored: &MarkerWithExpiry) -> String {
                 duration_text(hold.lease)
             ),
             Some(overdue) => format!(
-                "Claim {} expired: its lease in attempt {} ended {} ago. Its process crashed or cannot reach the store. {}",
+                "The lease of claim {}, attempt {}, ended {} ago. Its process crashed or cannot reach the store. {}",
                 claim(&hold),
                 hold.attempts.number,
                 duration_text(overdue),
                 match hold.guarantee {
-                    Guarantee::AtMostOnce => "The next delivery finds it in doubt.",
+                    Guarantee::AtMostOnce => "The next delivery puts the id in doubt.",
                     _ => "The next delivery runs it again.",
                 }
             ),

@@ -49,7 +49,7 @@ async fn explains_each_outcome(broker: Broker) {
         "handled",
         &[
             "accepted without calling the handler",
-            "duplicate leaves no trace",
+            "duplicate is not recorded",
         ],
     )
     .await;

@@ -47,7 +47,7 @@ pub(crate) const MARKER_STATES: [(&str, &str, &str); 7] = [
         "in-progress",
         "Claim 00000000 holds it for attempt 1",
     ),
-    ("left", "lapsed", "The next delivery finds it in doubt"),
+    ("left", "lapsed", "The next delivery puts the id in doubt"),
     ("handled", "done", "accepted without a run"),
     ("refused", "rejected", "dead-lettered until it is redriven"),
     (
@@ -58,7 +58,7 @@ pub(crate) const MARKER_STATES: [(&str, &str, &str); 7] = [
     (
         "failed",
         "cleared",
-        "The next attempt is 2; attempts used of the budget: 1. Whether an earlier attempt had an effect is unknown",
+        "The next attempt is 2; attempts that count towards max_attempts: 1. Whether an earlier attempt had an effect is unknown",
     ),
 ];
 

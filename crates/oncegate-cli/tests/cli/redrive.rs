@@ -891,7 +891,7 @@ async fn markers_of_messages_that_another_reader_holds_are_not_cleared() {
     resolve("b", &["--happened", "--yes"])
         .await
         .exits_with(0)
-        .prints("if `in-doubt list` shows one later, resolve it again");
+        .prints("if `in-doubt list` shows a message later, resolve the id again");
     assert_eq!(
         (state("b").await, verdict("b").await),
         ("done".into(), "handled".into())
@@ -899,7 +899,7 @@ async fn markers_of_messages_that_another_reader_holds_are_not_cleared() {
     resolve("c", &["--did-not-happen", "--without-message", "--yes"])
         .await
         .exits_with(0)
-        .prints("the marker alone")
+        .prints("only the marker is changed")
         .prints("nothing is sent");
     assert_eq!(
         (state("c").await, verdict("c").await),
@@ -920,7 +920,7 @@ async fn markers_of_messages_that_another_reader_holds_are_not_cleared() {
     resolve("b", &["--happened", "--yes"])
         .await
         .exits_with(0)
-        .prints("removed, since it happened");
+        .prints("removed, since the effect happened");
     fixture.consume(PaymentProvider::Works, 2, 0, 0).await;
     let mut charged = fixture.charged();
     charged.sort_unstable();

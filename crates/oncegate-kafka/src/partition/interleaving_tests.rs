@@ -148,7 +148,7 @@ impl World {
         let current = identity(self.topic);
         // Without cluster ids a recreated topic looks like a replica, so they are the same here.
         let start = if committed.identity.as_ref() == Some(&current) {
-            StartPosition::at(&committed, Some(&current))
+            StartPosition::from_committed(&committed, Some(&current))
         } else {
             StartPosition::Recreated
         };
@@ -159,7 +159,7 @@ impl World {
         self.is_position_wrong = false;
         let log = LogIdentity {
             identity: Some(current),
-            ids: PositionIds::Unique,
+            position_ids: PositionIds::Unique,
         };
         self.partition = Some(Partition::new(self.last_epoch, start, log));
     }
@@ -417,7 +417,7 @@ impl Model for PartitionInterleavings {
                     let partition = world.partition.as_ref()?;
                     let topic = partition.log().identity.as_ref()?.topic_id.parse().ok()?;
                     world.stored = Some((offset, topic));
-                    if mode == SendMode::Immediate {
+                    if mode == OffsetCommitMode::Immediate {
                         world.send_stored();
                     }
                 }

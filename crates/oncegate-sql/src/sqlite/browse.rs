@@ -1,5 +1,5 @@
-//! For operators: markers with their expiry, and a listing of all markers. Not used while messages
-//! are processed.
+//! Reads markers with their expiry, and lists all markers, for operators. A consumer does not use
+//! this.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -31,7 +31,7 @@ pub(crate) type MarkerAndTimeLeft = (Marker, Option<Duration>);
 /// One page of the listing.
 #[derive(Debug)]
 pub(crate) struct MarkerPage {
-    /// In the order of keys, without expired rows.
+    /// The rows in the order of their keys, without expired ones.
     rows: Vec<(String, Result<MarkerAndTimeLeft, StoreFailure>)>,
     /// The key after which the next page starts; `None` after the last page.
     pub(crate) next: Option<String>,
@@ -44,7 +44,7 @@ impl MarkerPage {
     }
 }
 
-/// The marker of a key.
+/// Reads the marker of a key, and the time until it expires.
 pub(crate) fn marker_with_expiry(
     connection: &Connection,
     recent: &RecentMarkers,
@@ -64,7 +64,8 @@ pub(crate) fn marker_with_expiry(
         .map_or(Ok((Marker::Absent, None)), |(_, marker)| marker))
 }
 
-/// At most `limit` rows after a key, in the order of keys. A recent row hides a merged one.
+/// Reads at most `limit` rows after a key, in the order of keys. If both tables have a row of a
+/// key, only that of `recent_markers` is current.
 pub(crate) fn read_page(
     connection: &Connection,
     recent: &RecentMarkers,
@@ -127,7 +128,7 @@ pub type SqliteListed = (String, Result<(Marker, Duration), StoreError>);
 
 impl SqliteBrowse {
     /// The next page, which may be empty; `None` after the last. A key that exists during the whole
-    /// listing is listed once; one that is added or removed during the scan may be missing.
+    /// listing is listed once; one that is added or removed meanwhile may be missing.
     ///
     /// # Errors
     /// As for [`Sqlite::look`].
@@ -138,7 +139,7 @@ impl SqliteBrowse {
         let limit = self.page;
         let MarkerPage { rows, next } = self
             .store
-            .ask(|reply| WriterRequest::ReadPage(after, limit, reply))
+            .request(|reply| WriterRequest::ReadPage(after, limit, reply))
             .await??;
         self.after = next;
         let listed = rows.into_iter().map(|(key, marker)| {
@@ -162,7 +163,7 @@ impl Sqlite {
         key: &Key,
     ) -> Result<(Marker, Option<Duration>), StoreError> {
         Ok(self
-            .ask(|reply| WriterRequest::LookWithExpiry(key.clone(), reply))
+            .request(|reply| WriterRequest::LookWithExpiry(key.clone(), reply))
             .await??)
     }
 

@@ -6,28 +6,31 @@ use oncegate_core::internal::milliseconds;
 
 use super::metric::CLOCK_JUMPS;
 
-/// The difference between wall clock and elapsed time, in milliseconds, above which the clock jumped.
+/// The difference between wall clock and elapsed time, in milliseconds, above which it counts as a
+/// jump of the clock.
 const JUMP_THRESHOLD: i64 = 1000;
 
-/// The clock that all processes of a machine share. It jumps when it is set manually, synchronized
-/// after the start, or when the machine was suspended. All times are in milliseconds since 1970.
+/// The clock that all processes of a machine share. It jumps when an operator sets it, when it is
+/// first synchronized after a start, or when the machine was suspended. All times are in
+/// milliseconds since 1970.
 ///
-/// A jump forward would expire every lease and every marker at once. So after the jump each lease
-/// restarts in full, and each marker is kept longer by the width of the jump: until the longest
-/// window in the file has elapsed, and unresolved at-most-once markers for as long as this process
-/// runs. After a jump back, markers appear to be written in the future: their age is unknown, and
-/// the next claim restarts it.
+/// A jump forward would expire every lease and every marker at once. So after it each lease
+/// restarts in full, and each marker expires later by the width of the jump. This correction ends
+/// when the longest window in the file has elapsed since the jump; for unresolved at-most-once
+/// markers it lasts as long as this process runs. After a jump back, markers appear to be written
+/// in the future: their age is unknown, and the next claim lets it start at zero.
 #[derive(Debug)]
 pub(crate) struct WallClock {
-    /// The last wall-clock time.
+    /// The wall-clock time of the last reading.
     wall: i64,
-    /// A moment before `wall` was read.
+    /// The monotonic time just before `wall` was read.
     read_at: Instant,
-    /// Jumps within the longest window.
+    /// Jumps forward within the longest window.
     jumps: Vec<ClockJump>,
-    /// The sum of all jumps so far.
+    /// The sum of the widths of all jumps forward so far.
     total_width: i64,
-    /// The earliest start of a lease: the wall-clock time after the last jump forward.
+    /// A lease that started earlier counts from this time: the wall-clock time after the last jump
+    /// forward.
     lease_start_floor: i64,
 }
 
@@ -40,13 +43,13 @@ struct ClockJump {
 /// One moment, with the corrections for markers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ClockReading {
-    /// The time of writes.
+    /// The wall-clock time, at which rows are written.
     pub(crate) wall: i64,
-    /// The earliest start of a lease.
+    /// A lease that started earlier counts from this time.
     pub(crate) lease_start_floor: i64,
-    /// Markers whose expiry is at most this time are absent.
+    /// A marker whose expiry is at most this time is absent.
     pub(crate) expired_until: i64,
-    /// The same for unresolved at-most-once markers, which outlive every window.
+    /// The same for unresolved at-most-once markers, whose expiry does not depend on the window.
     pub(crate) unresolved_expired_until: i64,
 }
 
@@ -76,26 +79,27 @@ impl WallClock {
         }
     }
 
-    /// Drops the jumps that are older than the longest window (in milliseconds): every marker from
-    /// before them has expired. The window must be the longest of all processes that use the file,
-    /// since expired rows are deleted for all.
+    /// Drops the jumps that are older than the longest window (in milliseconds): every marker that
+    /// was written before such a jump has expired. The window must be the longest of all processes
+    /// that use the file, since expired rows are deleted for all.
     pub(crate) fn drop_jumps_before(&mut self, longest_window: i64) {
         self.jumps
             .retain(|jump| milliseconds(jump.detected_at.elapsed()) <= longest_window);
     }
 
+    /// Reads the clock, and detects a jump since the last reading.
     pub(crate) fn now(&mut self) -> ClockReading {
         let before = Instant::now();
         let wall = wall();
         self.advance(wall, before, Instant::now())
     }
 
-    /// Takes a wall-clock time that was read between these two moments.
+    /// Processes a wall-clock time that was read between these two moments.
     fn advance(&mut self, wall: i64, before: Instant, after: Instant) -> ClockReading {
         let elapsed = milliseconds(after.saturating_duration_since(self.read_at));
         let jump_width = wall.saturating_sub(self.wall).saturating_sub(elapsed);
         if jump_width > JUMP_THRESHOLD {
-            report("forward", jump_width);
+            report_jump("forward", jump_width);
             self.jumps.push(ClockJump {
                 width: jump_width,
                 detected_at: after,
@@ -103,7 +107,7 @@ impl WallClock {
             self.total_width = self.total_width.saturating_add(jump_width);
             self.lease_start_floor = wall;
         } else if wall.saturating_add(JUMP_THRESHOLD) < self.wall {
-            report("back", self.wall - wall);
+            report_jump("back", self.wall - wall);
         }
         self.lease_start_floor = self.lease_start_floor.min(wall);
         (self.wall, self.read_at) = (wall, before);
@@ -124,7 +128,8 @@ impl WallClock {
     }
 }
 
-fn report(direction: &'static str, width: i64) {
+/// Counts and logs a jump of the clock by this many milliseconds.
+fn report_jump(direction: &'static str, width: i64) {
     metrics::counter!(CLOCK_JUMPS, "direction" => direction).increment(1);
     let by = Duration::from_millis(width.unsigned_abs());
     tracing::warn!(
@@ -134,6 +139,7 @@ fn report(direction: &'static str, width: i64) {
     );
 }
 
+/// The wall-clock time in milliseconds since 1970.
 fn wall() -> i64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -1,4 +1,4 @@
-//! Why an operation has no verdict, and whether it may be repeated.
+//! Converts errors of SQLite: whether an operation was applied, and what an operator has to do.
 
 pub(crate) use oncegate_core::internal::{Problem, StoreFailure};
 use rusqlite::ErrorCode;
@@ -10,7 +10,7 @@ use super::file::FileConfig;
 pub(crate) enum TransactionStage {
     /// While the file was opened for the first time.
     Opening,
-    /// After the file was opened once, before the commit: the transaction is rolled back.
+    /// After the file was opened once, and before a commit: the transaction is rolled back.
     Working,
     /// During the commit.
     Committing,
@@ -30,7 +30,7 @@ pub(crate) fn of(
                 "other processes kept {file} locked for {:?}; the operation is retried",
                 config.busy_timeout
             );
-            return StoreFailure::NotApplied(Problem::of(text, error)); // such a commit is rolled back
+            return StoreFailure::NotApplied(Problem::of(text, error)); // also during a commit, which is then rolled back
         }
         Some(CannotOpen) if stage == TransactionStage::Opening => {
             return StoreFailure::Misconfigured(Problem::of(not_writable(&file), error));

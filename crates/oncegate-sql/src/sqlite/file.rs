@@ -59,7 +59,8 @@ END"
     )
 }
 
-/// `wal_autocheckpoint`: more than SQLite's default of 1,000, since each random id changes another page.
+/// `wal_autocheckpoint`: more pages than SQLite's default of 1,000, since each random id changes
+/// another page.
 const CHECKPOINT_PAGES: u32 = 4_000;
 
 /// `journal_size_limit`: the WAL is truncated to 64 MiB after a long read let it grow.
@@ -68,7 +69,7 @@ const WAL_SIZE_LIMIT: u32 = 64 << 20;
 /// The size of the page cache, in KiB.
 const CACHE_KIB: i32 = 16 << 10;
 
-/// How many prepared statements a connection keeps: more than there are.
+/// How many prepared statements a connection caches: more than this crate has.
 const STATEMENTS: usize = 64;
 
 /// The path and the connection settings of the database.
@@ -82,12 +83,12 @@ pub(crate) struct FileConfig {
 }
 
 impl FileConfig {
-    /// The path, for messages.
+    /// The path, for error texts and log lines.
     pub(crate) fn name(&self) -> String {
         self.path.display().to_string()
     }
 
-    /// Converts an error of SQLite at this stage.
+    /// A function that converts errors of SQLite at this stage.
     pub(crate) fn failure(
         &self,
         stage: TransactionStage,
@@ -102,28 +103,29 @@ pub(crate) struct OpenDatabase {
     pub(crate) connection: Connection,
     /// The file that was opened.
     pub(crate) identity: FileIdentity,
-    /// The WAL and the shared-memory file. SQLite creates both for the first connection and removes
-    /// them with the last; this connection's lock prevents their removal by SQLite.
+    /// The WAL and the shared-memory file. SQLite creates both for the first connection to the
+    /// database and removes them when the last one closes; while this connection is open, SQLite
+    /// keeps them.
     companions: [(PathBuf, FileIdentity); 2],
 }
 
 impl OpenDatabase {
-    /// Opens the database, or creates it. With a `known` identity only that file is opened: this
-    /// process has relied on its content.
+    /// Opens the database, or creates it. With an `expected` identity only that file is opened,
+    /// because this process has relied on its content.
     ///
     /// # Errors
     /// [`StoreFailure::Misconfigured`] if the configuration must change; a file of another program
     /// is not changed.
     pub(crate) fn open(
         config: &FileConfig,
-        known: Option<FileIdentity>,
+        expected: Option<FileIdentity>,
     ) -> Result<Self, StoreFailure> {
         let before = FileIdentity::of(&config.path);
-        if known.is_some() && before != known {
+        if expected.is_some() && before != expected {
             return Err(replaced(config));
         }
         check_path(config)?;
-        let stage = if known.is_some() {
+        let stage = if expected.is_some() {
             TransactionStage::Working
         } else {
             TransactionStage::Opening
@@ -140,7 +142,7 @@ impl OpenDatabase {
         if connection.is_readonly("main").map_err(&to_failure)? {
             return Err(failure::of(readonly_error(), stage, config));
         }
-        // In a transaction: another process may be creating the table.
+        // Reads in a transaction: another process may be creating the tables.
         let header = connection
             .unchecked_transaction()
             .and_then(|reading| DatabaseHeader::of(&reading))
@@ -161,7 +163,8 @@ impl OpenDatabase {
             .execute_batch(windows::TABLE)
             .map_err(&to_failure)?; // no effect if it exists
         version(&connection).map_err(&to_failure)?; // this read opens the WAL
-        // SQLite opened the file between the two reads of its identity.
+        // SQLite has opened the file between the two reads of the identity. If both are equal, that
+        // is the file with this identity.
         let identity = FileIdentity::of(&config.path)
             .filter(|after| before.is_none_or(|before| before == *after));
         let identity = identity.ok_or_else(|| replaced(config))?;
@@ -173,7 +176,7 @@ impl OpenDatabase {
         })
     }
 
-    /// Begins a transaction with the write lock.
+    /// Begins a transaction that takes the write lock at once.
     pub(crate) fn begin(&self) -> rusqlite::Result<Transaction<'_>> {
         Transaction::new_unchecked(&self.connection, TransactionBehavior::Immediate)
     }
@@ -201,7 +204,7 @@ impl OpenDatabase {
         FileIdentity::of(&config.path) == Some(self.identity) && self.companions.iter().all(is_same)
     }
 
-    /// Whether data survives a crash and a power cut.
+    /// Whether data survives a crash of the process and a power cut.
     ///
     /// # Errors
     /// If SQLite fails.
@@ -230,8 +233,9 @@ impl OpenDatabase {
 }
 
 impl Drop for OpenDatabase {
-    /// On close, the last connection checkpoints its WAL into the file and removes the file with the
-    /// WAL's name. If that is another WAL now, this would destroy the writes of others.
+    /// When the last connection closes, SQLite copies its WAL into the database file and removes
+    /// the file with the name of the WAL. If another process has replaced the WAL, this would
+    /// destroy the writes of that process.
     fn drop(&mut self) {
         let is_another = |(path, identity): &(PathBuf, FileIdentity)| {
             FileIdentity::of(path).is_some_and(|found| found != *identity)
@@ -246,7 +250,8 @@ impl Drop for OpenDatabase {
     }
 }
 
-/// The WAL and the shared-memory file. They are next to the file itself, not next to a link to it.
+/// The paths and identities of the WAL and the shared-memory file; `None` if one is missing. If the
+/// path is a symbolic link, they are in the directory of its target.
 fn companions(path: &Path) -> Option<[(PathBuf, FileIdentity); 2]> {
     let file = std::fs::canonicalize(path).ok()?;
     let companion = |suffix| {
@@ -266,7 +271,7 @@ fn replaced(config: &FileConfig) -> StoreFailure {
     ))
 }
 
-/// The error that SQLite would return for the first write.
+/// The error that SQLite returns for a write to a read-only file.
 fn readonly_error() -> rusqlite::Error {
     rusqlite::Error::SqliteFailure(
         rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_READONLY),
@@ -274,8 +279,8 @@ fn readonly_error() -> rusqlite::Error {
     )
 }
 
-/// Rejects paths for which SQLite has a less clear error, or none: it would open a database in
-/// memory for an empty path and for `:memory:`.
+/// Rejects paths for which SQLite returns a less clear error, or opens a temporary database: an
+/// empty path and `:memory:`.
 fn check_path(config: &FileConfig) -> Result<(), StoreFailure> {
     let (path, file) = (&config.path, config.name());
     let directory = match path.parent() {
@@ -302,21 +307,24 @@ fn check_path(config: &FileConfig) -> Result<(), StoreFailure> {
     Ok(())
 }
 
-/// The identification of a file, read before anything is changed.
+/// Which program a file belongs to, and the version of its schema. Read before anything is changed.
 struct DatabaseHeader {
     application: i32,
     version: i32,
     tables: i64,
 }
 
+/// Whether a file may be used.
 #[derive(PartialEq, Eq)]
 enum Ownership {
+    /// The file is a new or empty database.
     Unclaimed,
+    /// The file has the schema of this release.
     Oncegate,
 }
 
 impl DatabaseHeader {
-    /// Reads it in a transaction, for a consistent view.
+    /// Reads the header in a transaction, so that all values are of the same state of the file.
     fn of(connection: &Transaction<'_>) -> rusqlite::Result<Self> {
         let tables =
             connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))?;
@@ -328,6 +336,10 @@ impl DatabaseHeader {
         })
     }
 
+    /// Whether the file may be used.
+    ///
+    /// # Errors
+    /// The file belongs to another program or has another version of the schema.
     fn ownership(&self, config: &FileConfig) -> Result<Ownership, StoreFailure> {
         match self {
             Self {
@@ -386,7 +398,7 @@ fn enable_wal(connection: &Connection, config: &FileConfig) -> rusqlite::Result<
     }
 }
 
-/// Creates the table, unless another process just did.
+/// Creates the tables, unless another process has created them meanwhile.
 fn create(
     connection: &mut Connection,
     config: &FileConfig,
@@ -457,7 +469,7 @@ impl FileIdentity {
         })
     }
 
-    /// Constant: this system does not allow removing an open file.
+    /// Always the same identity: on this system no program can remove or replace an open file.
     #[cfg(not(unix))]
     fn of(_: &Path) -> Option<Self> {
         Some(Self {

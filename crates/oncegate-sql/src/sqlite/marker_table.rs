@@ -1,4 +1,5 @@
-//! Reads and writes markers as rows, and applies operations to them.
+//! Reads and writes markers as rows of `recent_markers` and `merged_markers`, and applies
+//! operations to them.
 
 use std::time::Duration;
 
@@ -26,25 +27,26 @@ const WRITE_RECENT: &str = "INSERT OR REPLACE INTO recent_markers
     (number, key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
     VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
 
-/// Has the parameters of [`WRITE_RECENT`], and does not use the first, the number.
+/// Has the parameters of [`WRITE_RECENT`]; the first, the number, is not used.
 const WRITE_MERGED: &str = "INSERT OR REPLACE INTO merged_markers VALUES (?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
 
-/// Writes nothing if there is a row, expired or not.
+/// Writes nothing if the key has a row, even an expired one.
 const WRITE_NEW_MERGED: &str = "INSERT OR IGNORE INTO merged_markers VALUES (?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
 
-/// Writes nothing unless this attempt of this claim is in progress and has not expired.
+/// Completes a claim whose row has the number ?1. Writes nothing unless the row is in progress with
+/// this token and attempt, and has not expired.
 const COMPLETE_RECENT_CLAIM: &str = "UPDATE recent_markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL,
         crashes = NULL, effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
     WHERE number = ?1 AND state = 2 AND token = ?4 AND attempt = ?5 AND expires > ?6";
 
-/// The same, by key.
+/// The same for a claim in `merged_markers`, by its key.
 const COMPLETE_MERGED_CLAIM: &str = "UPDATE merged_markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL,
         crashes = NULL, effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
     WHERE key = ?1 AND state = 2 AND token = ?4 AND attempt = ?5 AND expires > ?6";
 
 const DELETE_MERGED: &str = "DELETE FROM merged_markers WHERE key = ?1";
 
-/// Writes a recent row that counts as absent. Until it is merged, it hides the row of its key in
+/// Writes an expired recent row. Until it is merged, readers ignore the row of its key in
 /// `merged_markers`.
 const HIDE: &str =
     "INSERT OR REPLACE INTO recent_markers (number, key, expires, state) VALUES (?1, ?2, ?3, 0)";
@@ -52,7 +54,7 @@ const HIDE: &str =
 /// The expiry of a deleted row: in the past, however far the clock has jumped.
 pub(super) const EXPIRED: i64 = i64::MIN;
 
-/// The prepared statements of one transaction.
+/// The markers as one transaction reads and writes them, with its prepared statements.
 pub(crate) struct MarkerTable<'transaction> {
     select_recent: CachedStatement<'transaction>,
     select_merged: CachedStatement<'transaction>,
@@ -134,8 +136,8 @@ impl<'transaction> MarkerTable<'transaction> {
         Ok(Ok(verdict))
     }
 
-    /// The number of the recent row of a key, or of a new one; `None` if the row is, or will be, in
-    /// `merged_markers`.
+    /// The number of the recent row of a key, or the number for a new one; `None` if the row is, or
+    /// is to be written, in `merged_markers`.
     fn recent_number(&mut self, key: &Key) -> Option<i64> {
         let key = key.as_str();
         match self.recent.number(key) {
@@ -154,7 +156,7 @@ impl<'transaction> MarkerTable<'transaction> {
     }
 
     /// Applies a claim of an absent key or the completion of an unchanged claim, the most frequent
-    /// cases, without reading a row. Writes nothing in other cases.
+    /// cases, without reading the row. In other cases returns `None` and writes nothing.
     fn apply_fast_path(&mut self, operation: &Operation) -> rusqlite::Result<Option<Verdict>> {
         let Operation {
             key,
@@ -232,7 +234,7 @@ impl<'transaction> MarkerTable<'transaction> {
         }
     }
 
-    /// The marker of a key.
+    /// Reads the marker of a key.
     pub(crate) fn look(&mut self, key: &Key) -> rusqlite::Result<Result<Marker, StoreFailure>> {
         Ok(self
             .read(key)?
@@ -284,10 +286,10 @@ impl ClockReading {
     }
 }
 
-/// Reads a row, whose columns are those of [`SELECT_RECENT`].
+/// The marker of a row with the columns of [`SELECT_RECENT`]; absent if the row has expired.
 pub(crate) fn read(row: &Row<'_>, now: ClockReading) -> Result<StoredMarker, UnreadableRow> {
     let expires: i64 = row.get(0).map_err(|_| UnreadableRow)?;
-    // Only in-progress and in-doubt markers have a guarantee.
+    // At most once. Only markers in progress or in doubt have a guarantee.
     let expired_until = if matches!(row.get(10), Ok(Some(0))) {
         now.unresolved_expired_until
     } else {
@@ -333,6 +335,7 @@ fn age(written: i64, now: ClockReading) -> Age {
     )) // lease_start_floor is never after the wall clock
 }
 
+/// The failure of an operation whose row this release cannot read.
 pub(crate) fn unreadable(key: &str) -> StoreFailure {
     StoreFailure::unreadable_marker(format!(
         "the row of {} in the view markers holds no marker that this release can read: delete the row, or upgrade oncegate here; the row \
@@ -546,7 +549,8 @@ mod tests {
             ask(&file, at(START), Ask::Claim, 2),
             Verdict::Busy { remaining: lease }
         );
-        // Not busy for an hour and a lease.
+        // The claim is not busy for an hour and a lease, although its write is an hour in the
+        // future.
         assert_eq!(
             ask(&file, at(START + LEASE + 1), Ask::Claim, 2),
             Verdict::Granted(TAKEN_OVER)

@@ -2,26 +2,30 @@
 //! order of their keys.
 //!
 //! In a table that is sorted by key, each random id changes another page, which is written twice
-//! (to the write-ahead log, then to the file). The end of `recent_markers` is a few pages for a whole
-//! transaction, and a range of consecutive keys is in few pages of `merged_markers`. Keys at the end
-//! of `merged_markers`, as ascending ids are, are written to it at once.
+//! (to the write-ahead log, then to the file). The end of `recent_markers` is a few pages for a
+//! whole transaction, and a range of consecutive keys is in few pages of `merged_markers`. Keys at
+//! the end of `merged_markers`, as ascending ids are, are written to it at once.
+//!
+//! A merge cycle copies the rows that exist when it starts, in the order of their keys, a few in
+//! each transaction. A row is current in `recent_markers` until it is merged, and in
+//! `merged_markers` afterwards.
 
 use std::collections::HashMap;
 
 use rusqlite::{Connection, OptionalExtension, params};
 
-/// When markers are written to which table.
+/// When recent markers are merged, and which markers are written to `merged_markers` at once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MergeLimits {
-    /// From this number of recent markers on, transactions merge as many as they have operations. The
-    /// more there are, the fewer pages a merge changes.
+    /// From this number of recent markers on, each transaction merges as many as it has operations.
+    /// The higher the number, the fewer pages a merge cycle changes for each marker.
     pub(crate) merge_from: usize,
     /// How many of the last rows of `merged_markers` count as its end. They are in few pages.
     pub(crate) end_rows: u32,
 }
 
 impl Default for MergeLimits {
-    /// A recent marker takes about 150 bytes of memory.
+    /// About 20 MB of memory: a recent marker takes about 150 bytes.
     fn default() -> Self {
         Self {
             merge_from: 128 << 10,
@@ -33,7 +37,7 @@ impl Default for MergeLimits {
 /// After this number of transactions the end of `merged_markers` is looked up again.
 const END_TRANSACTIONS: u32 = 64;
 
-/// One row: how far the recent markers are merged. SQLite keeps the comments in the file.
+/// The table of [`MergeProgress`]. SQLite keeps the comments in the file.
 pub(crate) const TABLE: &str = "
 CREATE TABLE merge_progress ( -- one row
     next_number  INTEGER NOT NULL, -- of the next row in recent_markers
@@ -80,16 +84,20 @@ impl MergeProgress {
 #[derive(Debug)]
 pub(crate) struct RecentMarkers {
     limits: MergeLimits,
-    /// Later keys are at the end of `merged_markers`; `None` if all are.
+    /// Keys above this one are at the end of `merged_markers`. `None` if the table has at most
+    /// `end_rows` rows: then every key is.
     end: Option<String>,
     /// After this number of transactions `end` is looked up again.
     end_known_for: u32,
+    /// The number of the current row of each key that is not merged.
     numbers: HashMap<Box<str>, i64>,
-    /// The keys that this cycle has still to merge, the last first; `None` until they are sorted.
+    /// The keys that this merge cycle still has to merge, in descending order; `None` until they
+    /// are sorted.
     unmerged: Option<Vec<Box<str>>>,
-    /// As in the file after the last [`RecentMarkers::synchronize`] or [`RecentMarkers::save`].
+    /// Read by [`RecentMarkers::synchronize`], changed in memory, and written by
+    /// [`RecentMarkers::save`].
     progress: MergeProgress,
-    /// `progress`, as the file has it.
+    /// The progress that the file has.
     saved: MergeProgress,
 }
 
@@ -106,7 +114,7 @@ impl RecentMarkers {
         }
     }
 
-    /// Forgets everything, as after a transaction that was rolled back.
+    /// Forgets everything that was read, because the transaction was rolled back.
     pub(crate) fn reset(&mut self) {
         *self = Self::new(self.limits);
     }
@@ -152,7 +160,8 @@ impl RecentMarkers {
         Ok(())
     }
 
-    /// An outdated end is harmless, because any key may be written to either table.
+    /// Looks up the end of `merged_markers`, every [`END_TRANSACTIONS`] transactions. An outdated
+    /// end is harmless, because any key may be written to either table.
     fn look_up_end(&mut self, connection: &Connection) -> rusqlite::Result<()> {
         if self.end_known_for == 0 {
             let mut end = connection.prepare_cached(
@@ -171,12 +180,13 @@ impl RecentMarkers {
         self.end.as_ref().is_none_or(|end| key > end.as_str())
     }
 
-    /// The number of the current row of a key; `None` if `merged_markers` has its row, if any.
+    /// The number of the current row of a key in `recent_markers`; `None` if the key has no row
+    /// there that is not merged.
     pub(crate) fn number(&self, key: &str) -> Option<i64> {
         self.numbers.get(key).copied()
     }
 
-    /// The number for a new row of a key, which has none.
+    /// Assigns the number of a new row to a key that has no current row in `recent_markers`.
     pub(crate) fn add(&mut self, key: &str) -> i64 {
         let number = self.progress.next_number;
         self.progress.next_number += 1;
@@ -184,7 +194,7 @@ impl RecentMarkers {
         number
     }
 
-    /// The first keys after this one, in order, with their numbers.
+    /// The first `limit` keys after this one, in order, with their numbers.
     pub(crate) fn after(&self, key: &str, limit: usize) -> Vec<(&str, i64)> {
         let mut after: Vec<(&str, i64)> = self
             .numbers
@@ -200,7 +210,7 @@ impl RecentMarkers {
         after
     }
 
-    /// Whether transactions have to merge.
+    /// Whether each transaction has to merge rows.
     pub(crate) fn must_merge(&self) -> bool {
         self.progress.cycle_end > self.progress.merged_until
             || self.numbers.len() >= self.limits.merge_from
@@ -211,7 +221,8 @@ impl RecentMarkers {
         self.numbers.is_empty()
     }
 
-    /// Copies at most this many rows to `merged_markers`.
+    /// Merges at most this many rows: copies them to `merged_markers`. Starts a merge cycle if none
+    /// is in progress.
     ///
     /// # Errors
     /// If SQLite fails.
@@ -251,7 +262,7 @@ impl RecentMarkers {
         Ok(())
     }
 
-    /// Deletes at most this many rows whose copies in `merged_markers` are current.
+    /// Deletes at most this many merged rows from `recent_markers`.
     ///
     /// # Errors
     /// If SQLite fails.
@@ -358,8 +369,9 @@ mod tests {
         }
     }
 
-    /// Random operations by three processes that merge all the time, one of which is restarted again
-    /// and again: what each reads and lists, and what the view shows, is what `marker::apply` says.
+    /// Random operations by three processes that merge all the time, one of which is restarted
+    /// repeatedly: each process reads and lists, and the view shows, the markers that
+    /// `marker::apply` returns.
     #[test]
     fn markers_are_the_same_before_and_after_they_are_merged() {
         let mut merged_rows = 0;
@@ -415,7 +427,7 @@ mod tests {
         assert!(merged_rows > 1000, "{merged_rows}: hardly any were merged");
     }
 
-    /// Deletes a marker as an operator does.
+    /// Deletes markers with SQL, as an operator may.
     fn delete(directory: &Path, keys: &str) {
         let raw = Connection::open(directory.join("markers.db")).expect("opens");
         raw.execute("DELETE FROM markers WHERE key LIKE ?1", [keys])
@@ -424,7 +436,8 @@ mod tests {
         assert!(!shown.iter().any(|key| key == keys), "{shown:?}");
     }
 
-    /// Two processes, of which one has not read the recent markers when one of them is deleted.
+    /// Two processes, one of which has not read the recent markers when an operator deletes one of
+    /// them.
     #[test]
     fn after_an_operator_deletes_a_recent_marker_its_next_claim_is_seen_by_all_processes() {
         let directory = tempfile::tempdir().expect("a temporary directory");

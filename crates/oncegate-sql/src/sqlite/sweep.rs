@@ -1,20 +1,21 @@
-//! Deletes expired rows, a few at a time.
+//! Deletes expired rows of `merged_markers`, a few at a time.
 
 use rusqlite::{Connection, params};
 
 use super::clock::ClockReading;
 use super::metric::MARKERS_EXPIRED;
 
-/// A cursor that cycles through the keys of `merged_markers`. It needs no index of the expiry, which every write would
-/// have to update: a transaction scans as many rows as it has operations, and each id takes at least
-/// two operations. So one cycle ends before half as many new ids arrive as there are rows.
+/// A cursor that cycles through the keys of `merged_markers`, so that no index on the expiry is
+/// needed, which each write would have to update. A transaction scans as many rows as it has
+/// operations. An id takes at least two operations, so during one cycle at most half as many new
+/// ids arrive as there are rows.
 #[derive(Debug, Default)]
 pub(crate) struct ExpirySweep {
     /// The last key of the previous range.
     last_key: String,
 }
 
-/// The next rows of the cycle.
+/// A range of consecutive rows that were scanned.
 #[derive(Debug)]
 pub(crate) struct SweepRange {
     /// The number of expired rows.

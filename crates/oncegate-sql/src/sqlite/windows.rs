@@ -1,4 +1,4 @@
-//! The longest window of all processes that write to the file.
+//! The longest dedup window of all processes that write to the file.
 
 use std::time::Duration;
 
@@ -6,8 +6,8 @@ use rusqlite::Connection;
 
 use oncegate_core::internal::milliseconds;
 
-/// A row for each window that was the longest when it was written, so there are few; the maximum
-/// applies.
+/// A window is added only if it is longer than all others, so the table has few rows. The longest
+/// counts.
 pub(crate) const TABLE: &str = "
 CREATE TABLE IF NOT EXISTS windows (longest INTEGER PRIMARY KEY -- a window of some marker, in milliseconds
 ) STRICT";
@@ -22,7 +22,8 @@ pub(crate) fn longest(connection: &Connection) -> rusqlite::Result<Option<i64>> 
         .query_row([], |row| row.get(0))
 }
 
-/// Records the window of a transaction's operations in that transaction.
+/// Records the longest window of a transaction's operations, in that transaction, if it exceeds
+/// `longest`.
 ///
 /// # Errors
 /// If SQLite fails.

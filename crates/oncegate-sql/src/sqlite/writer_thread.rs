@@ -1,5 +1,5 @@
-//! The thread that reads and writes the file. It applies all waiting requests in one transaction and answers
-//! them after the commit.
+//! The thread that reads and writes the file. It applies all waiting requests in one transaction
+//! and answers them after the commit.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -19,8 +19,8 @@ use super::recent::RecentMarkers;
 use super::sweep::ExpirySweep;
 use super::windows;
 
-/// The maximum number of operations in one transaction. The operations of one request are never split, even above
-/// this limit.
+/// The maximum number of operations in one transaction. The operations of one request are never
+/// split, even above this limit.
 const MAX_OPERATIONS: usize = 4096;
 
 /// How often an idle thread deletes expired rows and checks the clock.
@@ -73,8 +73,9 @@ impl WriterRequest {
     }
 }
 
-/// Starts the thread, which ends when the sender is dropped. A panic loses only the pending answers:
-/// the identity of the file and the jumps of the clock are kept.
+/// Starts the thread, which ends when the sender is dropped. After a panic it continues with the
+/// next request: only the answers of the requests in progress are lost, while the identity of the
+/// file and the jumps of the clock are kept.
 ///
 /// # Errors
 /// If the system cannot start a thread.
@@ -92,11 +93,12 @@ pub(crate) fn start(config: FileConfig) -> std::io::Result<Sender<WriterRequest>
     Ok(sender)
 }
 
+/// The state of the thread.
 pub(crate) struct WriterThread {
     config: FileConfig,
     /// Opened on first use, and again after a failure.
     file: Option<OpenDatabase>,
-    /// The identity of the first opened file.
+    /// The identity of the file that was opened first; no other file is opened.
     identity: Option<FileIdentity>,
     clock: WallClock,
     recent: RecentMarkers,
@@ -115,6 +117,7 @@ impl WriterThread {
         }
     }
 
+    /// Serves requests until the sender is dropped.
     fn run(&mut self, requests: &Receiver<WriterRequest>) {
         loop {
             match requests.recv_timeout(IDLE_INTERVAL) {
@@ -125,7 +128,8 @@ impl WriterThread {
         }
     }
 
-    /// Serves a request and all requests that wait behind it.
+    /// Serves a request and those that are queued after it, up to [`MAX_OPERATIONS`]: reads at
+    /// once, and all operations in one transaction.
     fn serve(&mut self, first: WriterRequest, requests: &Receiver<WriterRequest>) {
         let (mut batch, mut count) = (Vec::new(), 0);
         let mut next = Some(first);
@@ -170,7 +174,11 @@ impl WriterThread {
                 }
             }
             Err(failure) => {
-                tracing::debug!(?failure, count, "the transaction failed");
+                tracing::debug!(
+                    ?failure,
+                    count,
+                    "SQLite transaction failed, its operations are answered with the failure"
+                );
                 self.close_after_failure();
                 for (operations, reply) in batch {
                     let _ = reply.send(operations.iter().map(|_| Err(failure.clone())).collect());
@@ -179,7 +187,11 @@ impl WriterThread {
         }
     }
 
-    /// Applies the operations of all requests in one transaction and commits it.
+    /// Applies the operations of all requests in one transaction and commits it. `count` is their
+    /// number.
+    ///
+    /// # Errors
+    /// Nothing was applied, or after a failed commit the outcome is unknown.
     pub(crate) fn apply<'a>(
         &mut self,
         requests: impl Iterator<Item = &'a [Operation]>,
@@ -193,11 +205,11 @@ impl WriterThread {
             sweep,
         } = self.open()?;
         let working = config.failure(TransactionStage::Working);
-        // Rolled back when it is dropped.
+        // Each error below drops the transaction, which rolls it back.
         let transaction = file.begin().map_err(&working)?;
         file.check(config)?;
-        // Read with the write lock held, so that no row is younger than this reading, unless the
-        // clock jumped back.
+        // The clock is read while the write lock is held, so that no row was written later, unless
+        // the clock jumped back.
         let longest = windows::longest(&transaction).map_err(&working)?;
         if let Some(longest) = longest {
             clock.drop_jumps_before(longest);
@@ -249,7 +261,7 @@ impl WriterThread {
         self.read(|file, recent, now| browse::read_page(file, recent, now, after, limit))
     }
 
-    /// Reads for an operator.
+    /// Reads markers in a transaction.
     fn read<T>(
         &mut self,
         read: impl FnOnce(&Connection, &mut RecentMarkers, ClockReading) -> rusqlite::Result<T>,
@@ -282,15 +294,15 @@ impl WriterThread {
             .map_err(config.failure(TransactionStage::Working))
     }
 
-    /// Merges recent markers, deletes expired rows and checks the clock. Frequent checks distinguish
-    /// a jump from elapsed time.
+    /// Merges recent markers, deletes expired rows and reads the clock. Frequent readings detect a
+    /// jump early, and do not mistake a gradual correction of the clock for one.
     pub(crate) fn idle(&mut self) {
         let now = self.clock.now();
         if self.file.is_none() {
             return;
         }
-        if let Err(failure) = self.tidy(now) {
-            // No caller needs this; a lasting failure is returned to the next caller.
+        if let Err(failure) = self.merge_and_delete_expired(now) {
+            // No caller waits for this. If the cause lasts, the next request fails with it, too.
             tracing::debug!(?failure, "cannot merge or delete markers; retrying later");
             self.recent.reset();
         }
@@ -298,7 +310,7 @@ impl WriterThread {
 
     /// Merges the next recent markers, and deletes the expired rows of the next range, if there are
     /// any.
-    fn tidy(&mut self, now: ClockReading) -> Result<(), StoreFailure> {
+    fn merge_and_delete_expired(&mut self, now: ClockReading) -> Result<(), StoreFailure> {
         let OpenWriter {
             file,
             config,
@@ -330,14 +342,15 @@ impl WriterThread {
         Ok(())
     }
 
-    /// Closes the database after a failure, to start from a known state. Keeps it open if its WAL was
-    /// replaced: with the new WAL, ids whose markers are in the old one would be granted a second time.
+    /// Closes the database after a failure; the next request opens it again. Keeps it open if the
+    /// file or its WAL was replaced: with the new WAL, ids whose markers are in the old one would
+    /// be granted a second time.
     pub(crate) fn close_after_failure(&mut self) {
         self.recent.reset();
         self.file.take_if(|file| file.is_current(&self.config));
     }
 
-    /// The open database and the other fields.
+    /// Opens the database unless it is open, and returns it with the other fields.
     fn open(&mut self) -> Result<OpenWriter<'_>, StoreFailure> {
         let file = match self.file.take() {
             Some(file) => file,
@@ -462,8 +475,8 @@ mod tests {
         }
     }
 
-    /// Two processes share a file, and the one whose clock jumped has the shorter window, or has not
-    /// written yet.
+    /// Two processes share a file, and the one whose clock jumped has the shorter window, or has
+    /// not written yet.
     #[test]
     fn a_jump_is_kept_for_the_longest_window_in_the_file() {
         const HOUR: Duration = Duration::from_secs(3600);
@@ -501,7 +514,8 @@ mod tests {
                 .collect()
         };
         let other = || rusqlite::Connection::open(&path).expect("the database opens");
-        // The writer's window, and how many of its rows survive the other's transaction.
+        // The window of the writer, and how many of its rows remain after the transaction of the
+        // process whose clock jumped.
         let unresolved = |id| format!("{id}-unresolved");
         for (id, window, kept_rows) in [("short", IDLE_INTERVAL, 1), ("long", HOUR, 4)] {
             let mut writer = WriterThread::new(config.clone());
@@ -513,7 +527,7 @@ mod tests {
             operations.push(operation_on(&unresolved(id), Ask::Claim, 1, window));
             apply(&mut writer, &operations);
             drop(writer);
-            // A jump of an hour let all of them appear expired.
+            // After a jump of an hour all of its rows appear expired.
             let own_keys = format!("{id}-%");
             let jumped = || WriterThread {
                 clock: WallClock::jumped(HOUR, 10 * IDLE_INTERVAL),

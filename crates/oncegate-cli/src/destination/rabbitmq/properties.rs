@@ -5,12 +5,12 @@ use lapin::message::Delivery;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate::source::headers;
 
-use super::super::{CopyAge, DeadLetter, ROUTING_KEY, is_dropped_from_copies};
+use super::super::{CopyAge, DeadLetter, ROUTING_KEY, is_omitted_from_copies};
 use super::{DestinationQueueKind, REPLACED_BY};
 use crate::output::now_ms;
 
-/// The properties of the original as a persistent message, without headers, timestamp, expiration
-/// and user id.
+/// The properties that every copy keeps: all except headers, timestamp, expiration and user id. The
+/// delivery mode is persistent.
 fn kept_properties(original: &BasicProperties) -> BasicProperties {
     let mut kept_properties = BasicProperties::default().with_delivery_mode(2);
     macro_rules! keep {
@@ -36,7 +36,7 @@ pub(super) fn redriven_properties(original: &BasicProperties, age: CopyAge) -> B
         .into_iter()
         .flat_map(|table| table.inner())
     {
-        if !is_dropped_from_copies(name.as_str()) {
+        if !is_omitted_from_copies(name.as_str()) {
             table.insert(name.clone(), value.clone());
         }
     }
@@ -52,17 +52,17 @@ pub(super) fn redriven_properties(original: &BasicProperties, age: CopyAge) -> B
 /// The properties of a copy that replaces a message in its queue: those of the message without its
 /// delivery count and `CC`/`BCC`, plus headers with its routing key and the id of this reader.
 pub(super) fn replacement_properties(
-    dead_letter: &Delivery,
+    delivery: &Delivery,
     queue: &str,
     reader_id: &str,
 ) -> BasicProperties {
-    let mut copy = kept_properties(&dead_letter.properties);
-    if let Some(sent) = dead_letter.properties.timestamp() {
+    let mut copy = kept_properties(&delivery.properties);
+    if let Some(sent) = delivery.properties.timestamp() {
         copy = copy.with_timestamp(*sent);
     }
     let dropped = ["x-delivery-count", "x-acquired-count", "CC", "BCC"];
     let mut headers = FieldTable::default();
-    for (name, value) in dead_letter
+    for (name, value) in delivery
         .properties
         .headers()
         .as_ref()
@@ -73,10 +73,10 @@ pub(super) fn replacement_properties(
             headers.insert(name.clone(), value.clone());
         }
     }
-    if dead_letter.routing_key.as_str() != queue && !headers.inner().contains_key(ROUTING_KEY) {
+    if delivery.routing_key.as_str() != queue && !headers.inner().contains_key(ROUTING_KEY) {
         headers.insert(
             ROUTING_KEY.into(),
-            AMQPValue::LongString(dead_letter.routing_key.as_str().into()),
+            AMQPValue::LongString(delivery.routing_key.as_str().into()),
         );
     }
     headers.insert(REPLACED_BY.into(), AMQPValue::LongString(reader_id.into()));
@@ -86,8 +86,8 @@ pub(super) fn replacement_properties(
 /// The header `x-death` that RabbitMQ writes when it dead-letters a message.
 ///
 /// Only RabbitMQ can set it: RabbitMQ overwrites the header of a producer, and oncegate removes it
-/// from messages that it dead-letters. The `oncegate-*` headers of a message that has it come from its producer or from a
-/// delayed copy.
+/// from messages that it dead-letters. So the `oncegate-*` headers of a message with `x-death` were
+/// written by its producer, or by oncegate in a delayed copy.
 pub(super) struct XDeath {
     /// The queue that the message was dead-lettered from.
     pub(super) queue: Option<String>,
@@ -96,7 +96,7 @@ pub(super) struct XDeath {
 }
 
 impl XDeath {
-    /// The first entry of the header, which is the last dead-lettering.
+    /// Reads the first entry of the header, which describes the last dead-lettering.
     pub(super) fn of(table: &FieldTable) -> Option<Self> {
         let deaths = table.inner().get("x-death")?;
         let last = deaths
@@ -114,8 +114,8 @@ impl XDeath {
     }
 }
 
-/// The delivery count of a message, if its queue counts deliveries. In a classic queue the header
-/// is ignored: an earlier queue set it.
+/// The delivery count of a message, if its queue counts deliveries. A classic queue does not: there
+/// an earlier quorum queue set the header, which is ignored.
 pub(super) fn delivery_count(table: &FieldTable, queue_kind: DestinationQueueKind) -> Option<u64> {
     if queue_kind == DestinationQueueKind::Classic {
         return None;
@@ -165,7 +165,7 @@ pub(super) fn text(value: &AMQPValue) -> String {
     }
 }
 
-/// The message as a consumer receives it.
+/// The message as a consumer receives it, from which `gate.id` reads the id.
 pub(super) fn as_message(dead_letter: &DeadLetter) -> oncegate::Message {
     let mut message = oncegate::Message::new(dead_letter.bytes().to_vec());
     for (name, value) in &dead_letter.headers {

@@ -13,9 +13,12 @@ use crate::error::CliError;
 use crate::output::now_ms;
 
 impl QueueReader {
-    /// Checks that copies can be published, before any message is read: requeueing may increase the
-    /// delivery count. Publishes to a queue that does not exist; the broker returns the message if
-    /// the user has write permission, and otherwise closes the channel.
+    /// Checks that copies can be published, before any message is read, since requeueing may
+    /// increase the delivery count. Publishes a message to a queue that does not exist: the broker
+    /// returns it if the user has write permission, and otherwise closes the channel.
+    ///
+    /// # Errors
+    /// The user has no write permission, or whether it has is unknown.
     pub(super) async fn check_can_publish(&mut self) -> Result<(), CliError> {
         let missing_queue = format!("oncegate-no-queue-{}", self.reader_id);
         let problem = match self
@@ -41,6 +44,9 @@ impl QueueReader {
 
     /// Publishes a copy of a message to the end of its queue, and acknowledges the original once
     /// the copy is confirmed. A crash in between leaves both.
+    ///
+    /// # Errors
+    /// No copy was confirmed, so the original is unacknowledged; or its acknowledgement failed.
     pub(super) async fn replace(
         &mut self,
         delivery: Delivery,
@@ -73,6 +79,7 @@ impl QueueReader {
         Ok(self.publish_channel.insert(channel).clone())
     }
 
+    /// Publishes a copy to the consumed queue and waits for its confirmation.
     pub(crate) async fn publish(
         &mut self,
         dead_letter: &DeadLetter,
@@ -111,7 +118,7 @@ impl QueueReader {
             () = until_blocked(&self.publish_connection) => return Err(SendError::Blocked),
         };
         match confirmed {
-            // A returned message is confirmed, too.
+            // RabbitMQ confirms a returned message, too.
             Ok(Ok(answer)) => match answer.is_ack() && answer.take_message().is_none() {
                 true => Ok(()),
                 false => Err(SendError::NotAccepted),
@@ -122,8 +129,8 @@ impl QueueReader {
     }
 }
 
-/// Completes when RabbitMQ blocks the connection. It does so when the connection publishes during a
-/// resource alarm, and then answers nothing on it.
+/// Completes when RabbitMQ blocks the connection: when the connection has published during a
+/// resource alarm. RabbitMQ then reads nothing more from it.
 async fn until_blocked(connection: &Connection) {
     while !connection.status().blocked() {
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -132,7 +139,7 @@ async fn until_blocked(connection: &Connection) {
 
 /// Why RabbitMQ did not confirm a copy.
 enum SendError {
-    /// No channel in confirm mode could be opened, so that nothing was published.
+    /// No channel in confirm mode could be opened: nothing was published.
     NoChannel(lapin::Error),
     /// The copy was returned or negatively confirmed: its queue does not exist or is full.
     NotAccepted,
@@ -140,12 +147,12 @@ enum SendError {
     ChannelFailed(lapin::Error),
     /// No confirmation arrived within [`REQUEST_TIMEOUT`].
     TimedOut,
-    /// RabbitMQ blocks publishing. It reads the copy when the alarm ends.
+    /// RabbitMQ blocks the connection. It processes the copy when the alarm ends.
     Blocked,
 }
 
 impl SendError {
-    /// The error of a copy for this queue.
+    /// The error of a copy that was to be published to this queue.
     fn of_copy_for(self, queue: &str) -> PublishError {
         match self {
             Self::NoChannel(error) => PublishError::Refused(CliError::server(format!(

@@ -1,4 +1,4 @@
-//! Detects permissions with requests that change nothing.
+//! Detects the permissions of the Kafka user with requests that change nothing.
 
 use std::time::{Duration, Instant};
 
@@ -20,9 +20,9 @@ pub(super) enum Permission {
     Unknown(String),
 }
 
-/// Checks Read on the topic by fetching past its last record: that needs the same permission, joins
-/// no group, commits no offset, and returns nothing unless a record arrives meanwhile.
-pub(super) fn read_topic(consumer: &BaseConsumer, topic: &str, partition: i32) -> Permission {
+/// Checks the permission Read on the topic by fetching from the end of a partition: this joins no
+/// group, commits no offset, and returns nothing unless a record arrives meanwhile.
+pub(super) fn check_topic_read(consumer: &BaseConsumer, topic: &str, partition: i32) -> Permission {
     let mut end = TopicPartitionList::new();
     let assigned = end
         .add_partition_offset(topic, partition, Offset::End)
@@ -43,9 +43,14 @@ pub(super) fn read_topic(consumer: &BaseConsumer, topic: &str, partition: i32) -
     permission
 }
 
-/// Checks access to the group by fetching its committed offsets, which needs Describe. Read implies
-/// Describe; a user with Describe alone passes, because only joining the group would need Read.
-pub(super) fn see_group(consumer: &BaseConsumer, topic: &str, partition: i32) -> Permission {
+/// Checks the permission Describe on the group by fetching its committed offsets. Read, which a
+/// consumer needs, implies Describe. It cannot be checked without joining the group, so a user with
+/// Describe alone is not detected.
+pub(super) fn check_group_access(
+    consumer: &BaseConsumer,
+    topic: &str,
+    partition: i32,
+) -> Permission {
     let mut list = TopicPartitionList::new();
     list.add_partition(topic, partition);
     let forbidden = RDKafkaErrorCode::GroupAuthorizationFailed;
@@ -53,7 +58,7 @@ pub(super) fn see_group(consumer: &BaseConsumer, topic: &str, partition: i32) ->
         match consumer.committed_offsets(list.clone(), POLL_INTERVAL * 5) {
             Ok(offsets) => Some(offsets.elements().iter().try_for_each(|it| it.error())),
             Err(error) if error.rdkafka_error_code() == Some(forbidden) => Some(Err(error)),
-            // Without a group coordinator the reason is in the event queue of the consumer.
+            // If librdkafka finds no group coordinator, the reason is an event of the consumer.
             Err(error) => Some(Err(consumer
                 .poll(POLL_INTERVAL)
                 .and_then(Result::err)
@@ -62,15 +67,16 @@ pub(super) fn see_group(consumer: &BaseConsumer, topic: &str, partition: i32) ->
     })
 }
 
-/// Repeats the request until it is granted, or denied with this code. Other codes do not decide:
-/// librdkafka requires a group name of the reader, too, and access to that group may be denied.
+/// Repeats the request until it succeeds, or fails with this code, for at most [`REQUEST_TIMEOUT`].
+/// Ignores other codes: librdkafka also requires a `group.id` of the client that reads the topic,
+/// and the broker may deny access to that group.
 fn poll_until_known(
     forbidden: RDKafkaErrorCode,
-    mut ask: impl FnMut() -> Option<Result<(), KafkaError>>,
+    mut request: impl FnMut() -> Option<Result<(), KafkaError>>,
 ) -> Permission {
     let (started, mut reason) = (Instant::now(), "no answer".to_owned());
     while started.elapsed() < REQUEST_TIMEOUT {
-        match ask() {
+        match request() {
             Some(Ok(())) => return Permission::Granted,
             Some(Err(error)) if error.rdkafka_error_code() == Some(forbidden) => {
                 return Permission::Denied(forbidden);
