@@ -33,15 +33,15 @@ pub(crate) enum CliErrorCode {
 pub(crate) struct CliError {
     pub(crate) code: CliErrorCode,
     text: String,
-    /// Whether the same request fails again if it is repeated.
-    permanence: Permanence,
+    scope: ErrorScope,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Permanence {
-    Unknown,
-    /// The value of the key is not a marker, or the store refuses the request as misconfigured.
-    Permanent,
+enum ErrorScope {
+    /// The same commands for other messages may fail, too.
+    Any,
+    /// The value of one message's key is not a marker.
+    OneMessage,
 }
 
 impl CliError {
@@ -49,7 +49,7 @@ impl CliError {
         Self {
             code: CliErrorCode::Usage,
             text: text.into(),
-            permanence: Permanence::Unknown,
+            scope: ErrorScope::Any,
         }
     }
 
@@ -57,7 +57,7 @@ impl CliError {
         Self {
             code: CliErrorCode::Server,
             text: text.into(),
-            permanence: Permanence::Unknown,
+            scope: ErrorScope::Any,
         }
     }
 
@@ -65,14 +65,14 @@ impl CliError {
         Self {
             code: CliErrorCode::Incomplete,
             text: text.into(),
-            permanence: Permanence::Unknown,
+            scope: ErrorScope::Any,
         }
     }
 
     /// The value under the key of one id is not a marker. Other ids are not affected.
     pub(crate) fn unreadable_marker(text: String) -> Self {
         Self {
-            permanence: Permanence::Permanent,
+            scope: ErrorScope::OneMessage,
             ..Self::incomplete(text)
         }
     }
@@ -93,7 +93,7 @@ impl CliError {
         Self {
             code: CliErrorCode::UnknownOptionValue,
             text,
-            permanence: Permanence::Unknown,
+            scope: ErrorScope::Any,
         }
     }
 
@@ -110,7 +110,7 @@ impl CliError {
         Self {
             code: CliErrorCode::FeatureMissing,
             text,
-            permanence: Permanence::Unknown,
+            scope: ErrorScope::Any,
         }
     }
 
@@ -119,16 +119,16 @@ impl CliError {
         Self {
             code: CliErrorCode::NotConfirmed,
             text: "nothing was done; pass --yes to apply it".into(),
-            permanence: Permanence::Unknown,
+            scope: ErrorScope::Any,
         }
     }
 
     /// Turns a permanent failure, such as an unreadable marker, into the reason why one message is
     /// skipped. Other failures stop the command.
     pub(crate) fn for_one_message(self) -> Self {
-        match self.permanence {
-            Permanence::Permanent => Self::incomplete(format!("skipped: {}", self.text)),
-            Permanence::Unknown => self,
+        match self.scope {
+            ErrorScope::OneMessage => Self::incomplete(format!("skipped: {}", self.text)),
+            ErrorScope::Any => self,
         }
     }
 
@@ -161,13 +161,13 @@ impl From<oncegate_config::Error> for CliError {
 impl From<StoreError> for CliError {
     fn from(error: StoreError) -> Self {
         // A misconfigured store would skip every message.
-        let permanence = if matches!(error, StoreError::UnreadableMarker(_)) {
-            Permanence::Permanent
+        let scope = if matches!(error, StoreError::UnreadableMarker(_)) {
+            ErrorScope::OneMessage
         } else {
-            Permanence::Unknown
+            ErrorScope::Any
         };
         Self {
-            permanence,
+            scope,
             ..Self::server(with_store_keys(&error.to_string()))
         }
     }
