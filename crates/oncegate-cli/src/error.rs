@@ -99,9 +99,7 @@ impl CliError {
 
     /// The command needs a feature that this build does not include.
     pub(crate) fn feature_missing(what: &str, feature: &str) -> Self {
-        let remedy = format!(
-            "install it with the feature `{feature}` of oncegate-cli (all are on by default)"
-        );
+        let remedy = format!("install it with `cargo install … --features {feature}`");
         Self::feature_missing_text(format!("this oncegate was built without {what}; {remedy}"))
     }
 

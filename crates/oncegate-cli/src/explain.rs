@@ -73,6 +73,10 @@ pub(crate) struct Evidence {
     pub(crate) window: Duration,
     /// The dedup window as text.
     pub(crate) window_description: String,
+    /// Whether `gate.mode` is `shadow`: no duplicate is blocked.
+    pub(crate) is_shadow: bool,
+    /// Whether messages are handled without the store while it is unavailable.
+    pub(crate) passes_through: bool,
 }
 
 impl Evidence {
@@ -100,6 +104,8 @@ impl Evidence {
             guarantee: context.config.guarantee(),
             window: context.config.window(),
             window_description: config::window_description(&context.config),
+            is_shadow: context.config.text("gate.mode") == Some("shadow"),
+            passes_through: context.config.text("gate.outage") == Some("pass-through"),
         }
     }
 }

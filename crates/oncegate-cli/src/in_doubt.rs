@@ -17,7 +17,9 @@ use crate::destination::bulk::{
 use crate::destination::filter::restrict_reasons;
 use crate::destination::listing::{self, ListArgs, QueueAccessArgs, ShowArgs};
 use crate::destination::redrive_policy::{self, AcceptedRisks};
-use crate::destination::{Broker, CopyAge, DeadLetter, Destination, DestinationReader};
+use crate::destination::{
+    Broker, CopyAge, DeadLetter, DeadLetterState, Destination, DestinationReader,
+};
 use crate::error::{CliError, CliErrorCode};
 use crate::marker::change::ObservedMarker;
 use crate::marker::description::{self, MarkerState, is_being_reconciled};
@@ -141,6 +143,10 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
         let processed = async {
             while let Some(message) = stop_signal.run(reader.next()).await? {
                 bar.inc(1);
+                let selected = message.id().and_then(|id| session.ids.get_mut(id));
+                if let (DeadLetterState::Resolved, Some(entry)) = (message.state, selected) {
+                    entry.already_resolved += 1;
+                }
                 if message.state.is_pending()
                     && message.id().is_some_and(|id| session.ids.contains_key(id))
                 {
@@ -202,6 +208,8 @@ struct SelectedId<'a> {
     update: MarkerUpdate,
     /// The number of messages with this id that were read.
     messages: usize,
+    /// How many messages with this id were resolved before; Kafka keeps them.
+    already_resolved: usize,
 }
 
 /// The entry of an id, if its marker still has to be updated.
@@ -241,6 +249,7 @@ impl<'a> ResolveSession<'a> {
                     marker,
                     update,
                     messages: 0,
+                    already_resolved: 0,
                 },
             );
         }
@@ -412,6 +421,16 @@ impl<'a> ResolveSession<'a> {
                 continue;
             };
             let (before, state) = (entry.marker.summary(), entry.marker.state());
+            if state != MarkerState::InDoubt && entry.already_resolved > 0 {
+                report.note_left(
+                    &id,
+                    format!(
+                        "{id} was resolved before, and in {} it is {before}: not changed; `oncegate audit --id {id}` shows that decision",
+                        self.store
+                    ),
+                );
+                continue;
+            }
             if state != MarkerState::InDoubt {
                 let remedy = match self.finding {
                     Finding::Happened => ", or mark it done with `oncegate marker complete`",

@@ -116,7 +116,7 @@ fn the_code_and_the_book_agree_that_did_not_happen_includes_the_current_attempt(
         ),
         (
             "crates/oncegate-core/src/handler.rs",
-            "*and that no attempt up to and including `cx.attempt()` still can*",
+            "*and that no attempt up to and including `cx.attempt()` can have one later*",
         ),
         (
             "examples/payments/src/provider.rs",

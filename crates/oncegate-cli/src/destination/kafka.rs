@@ -307,7 +307,7 @@ pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32
             .unwrap_or_default()),
         Some(Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic))
         | None => Err(CliError::server(format!(
-            "Kafka: the topic `{topic}` does not exist"
+            "Kafka: the topic `{topic}` does not exist; check the name, or create it: the consumer does not start without it"
         ))),
         Some(Some(code)) => Err(CliError::server(format!(
             "Kafka: cannot inspect the topic `{topic}`: {code}"

@@ -256,7 +256,7 @@ impl QueueReader {
         match (queue_kind, count_policy) {
             (DestinationQueueKind::Missing, _) => {
                 return Err(CliError::server(format!(
-                    "RabbitMQ: the queue `{queue}` does not exist"
+                    "RabbitMQ: the queue `{queue}` does not exist; check the name, or start the consumer, which declares it"
                 )));
             }
             (DestinationQueueKind::Other, DeliveryCountPolicy::Refused) => {

@@ -277,7 +277,13 @@ fn check_memory(
             bytes(used),
             bytes(limit)
         );
-        findings.warning(
+        let severity = if limited.is_some_and(|limit| used >= limit) {
+            Severity::Error
+        } else {
+            Severity::Warning
+        };
+        findings.add(
+            severity,
             "store-nearly-full",
             at,
             what,

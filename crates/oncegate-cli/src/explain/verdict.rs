@@ -18,6 +18,9 @@ pub(crate) enum HandlingVerdict {
     Handled,
     /// Recorded as handled, and the topic has several messages with this id.
     HandledWithDuplicates,
+    /// Recorded as handled, and handled before an operator forgot its marker, or by a consumer in
+    /// shadow mode, which blocks no duplicate.
+    HandledPerhapsAgain,
     /// Claimed; `Guarantee::Bare` does not record whether it was handled.
     Claimed,
     /// A consumer is handling it.
@@ -71,6 +74,7 @@ impl HandlingVerdict {
             // Not "once": an interrupted attempt may have had an effect, too.
             Self::Handled => "handled",
             Self::HandledWithDuplicates => "handled; there were duplicates",
+            Self::HandledPerhapsAgain => "handled, perhaps more than once",
             Self::Claimed => "claimed; whether it was handled is not recorded",
             Self::InProgress => "being handled",
             Self::Abandoned => "abandoned by its holder",
@@ -250,7 +254,22 @@ fn handled(
             " Before that it may have run more than once, if a run was interrupted: this consumer does not guarantee at most once.",
         );
     }
-    text.push_str(" Every further message with this id is accepted without calling the handler, until the marker expires.");
+    let forgotten = evidence.actions.iter().rfind(|entry| {
+        entry.stage == ActionStage::Done
+            && entry.action() == AuditedAction::Forgotten
+            && entry.before.starts_with("done")
+    });
+    if let Some(entry) = forgotten {
+        text.push_str(&format!(
+            " It was handled before, too: {} forgot its done marker on {}.",
+            entry.who, entry.at
+        ));
+    }
+    text.push_str(if evidence.is_shadow {
+        " With gate.mode = \"shadow\" the handler is called for every further message with this id."
+    } else {
+        " Every further message with this id is accepted without calling the handler, until the marker expires."
+    });
     match (copies, dead.map(DeadLetter::reason)) {
         (2.., _) => text.push_str(&format!(" The topic has {copies} messages with this id outside the destinations: one was handled, the others are duplicates.")),
         (_, Some("conflict")) => {}
@@ -270,7 +289,9 @@ fn handled(
         text.push_str(" Its message in doubt is therefore resolved: `oncegate in-doubt resolve --happened` removes it.");
     }
     (
-        if copies > 1 {
+        if forgotten.is_some() || evidence.is_shadow {
+            HandlingVerdict::HandledPerhapsAgain
+        } else if copies > 1 {
             HandlingVerdict::HandledWithDuplicates
         } else {
             HandlingVerdict::Handled
@@ -382,8 +403,10 @@ fn may_have_effect(evidence: &Evidence, message: &DeadLetter) -> bool {
 /// Whether an attempt of a dead letter without a marker may have had an effect: the marker expired,
 /// was lost, or was never written, because the store was unavailable.
 fn may_have_unrecorded_effect(evidence: &Evidence, message: &DeadLetter) -> bool {
-    let attempts = message.header(headers::ATTEMPTS);
-    let is_first = attempts == Some("1");
+    let is_one = |header| message.header(header) == Some("1");
+    // A failure without an effect leaves no marker, so the attempt after it has the number 1, too.
+    // While the store is unavailable, every attempt has it.
+    let is_first = is_one(headers::ATTEMPTS) || is_one(headers::FENCE) && !evidence.passes_through;
     match message.reason() {
         // A first attempt that the handler refused had no effect, and leaves no marker.
         "refused" => !is_first,
@@ -584,7 +607,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
             let text = format!(
                 "{forgotten}Nothing is known about this id: no message with it was ever claimed, or it waits for a retry because its attempts \
                  failed without an effect (the consumer's log names them), or its dead letter was removed without this tool or received by another \
-                 reader, or it was handled longer ago than the window. Check also that \
+                 reader, or it was handled longer ago than the window, or the store has lost its markers. Check also that \
                  the scope and the prefix are those of the consumer."
             );
             (HandlingVerdict::Unknown, text)
@@ -623,6 +646,8 @@ mod tests {
             guarantee: Guarantee::EffectivelyOnce,
             window: Duration::from_secs(86_400),
             window_description: "1 d".into(),
+            is_shadow: false,
+            passes_through: false,
         }
     }
 
@@ -720,6 +745,37 @@ mod tests {
             evidence.guarantee = Guarantee::AtMostOnce;
             assert_eq!(of(&evidence).0, DeadLettered, "{reason}");
         }
+    }
+
+    /// A failure without an effect deletes the marker, so each retry is attempt 1.
+    #[test]
+    fn retries_without_an_effect_are_not_called_an_unknown_effect() {
+        let headers = [
+            (headers::REASON, "attempts-spent"),
+            (headers::ATTEMPTS, "20"),
+            (headers::FENCE, "1"),
+        ];
+        let mut evidence = evidence(MarkerState::Absent, Destination::DeadLetters, &headers);
+        assert_eq!(of(&evidence).0, HandlingVerdict::DeadLettered);
+        evidence.passes_through = true;
+        assert_eq!(of(&evidence).0, HandlingVerdict::EffectUnknown);
+    }
+
+    #[test]
+    fn an_id_is_not_handled_once_if_its_marker_was_forgotten_or_only_shadowed() {
+        let mut evidence = evidence(MarkerState::Done, Destination::DeadLetters, &[]);
+        evidence.dead_letters.clear();
+        evidence.guarantee = Guarantee::AtMostOnce;
+        let label = |evidence: &Evidence| of(evidence).0.label(Guarantee::AtMostOnce);
+        assert_eq!(label(&evidence), "handled, once");
+        let forget = r#"{"action_id":"1","at_ms":1,"at":"-","who":"ann","what":"marker forget","stage":"done","before":"done","after":"forgotten"}"#;
+        evidence.actions = vec![serde_json::from_str(forget).expect("an entry")];
+        assert_eq!(evidence.actions[0].action(), AuditedAction::Forgotten);
+        assert_eq!(label(&evidence), "handled, perhaps more than once");
+        evidence.actions.clear();
+        evidence.is_shadow = true;
+        assert_eq!(label(&evidence), "handled, perhaps more than once");
+        assert!(of(&evidence).1.contains("the handler is called"));
     }
 
     /// With `Guarantee::Bare` a claim and a success leave the same marker.

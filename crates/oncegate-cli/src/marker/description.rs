@@ -285,7 +285,7 @@ fn describe(stored: &MarkerWithExpiry) -> String {
     match stored.marker {
         Marker::Absent => {
             "The store has no marker for this id: it was never claimed, or its first attempt failed without an effect, or it was forgotten, or the \
-             marker expired."
+             marker expired, or the store has lost its markers."
                 .into()
         }
         Marker::Cleared { attempts, effect } => format!(

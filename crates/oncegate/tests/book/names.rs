@@ -34,6 +34,10 @@ const SHARED: &[(&str, &[&str])] = &[
         "whether a signal requested a stop: in the development commands and in the chaos runs",
         &["Stopping"],
     ),
+    (
+        "the system in which effects happen: in the model, and in the chaos runs",
+        &["Sink"],
+    ),
     ("the error type of each crate", &["Error"]),
     (
         "the command line of each program and of each of its commands",
