@@ -39,6 +39,7 @@ use self::store_batcher::StoreBatcher;
 use self::timers::Timers;
 
 use crate::boot_time::BootTime;
+use crate::clock::now;
 use crate::decode::Decode;
 use crate::error::Error;
 use crate::fault;
@@ -96,7 +97,7 @@ impl Clock {
     fn now() -> Self {
         Self {
             boot: BootTime::now(),
-            monotonic: Instant::now(),
+            monotonic: now(),
             wall: SystemTime::now(),
         }
     }
@@ -148,7 +149,7 @@ impl Engine {
             self.resume_queued();
             self.send_batches();
             self.settle().await;
-            match self.drain.next_step(Instant::now(), self.unfinished()) {
+            match self.drain.next_step(now(), self.unfinished()) {
                 DrainStep::Continue => {}
                 DrainStep::DropHandlers => {
                     self.drop_handlers().await;
@@ -247,7 +248,7 @@ impl Engine {
                 false => ReadinessState::Ready,
             });
         self.reporter
-            .observe(Instant::now(), &self.intake, usize::from(store_unavailable));
+            .observe(now(), &self.intake, usize::from(store_unavailable));
     }
 
     /// Sleeps until the next event.
@@ -261,7 +262,7 @@ impl Engine {
         let renewed = self.leases.are_renewed();
         let sleep = async {
             match alarm {
-                Some(at) => tokio::time::sleep(at.saturating_duration_since(Instant::now())).await,
+                Some(at) => tokio::time::sleep(at.saturating_duration_since(now())).await,
                 None => std::future::pending().await,
             }
         };
@@ -285,7 +286,7 @@ impl Engine {
 
     /// When the loop has to wake up at the latest.
     fn next_alarm(&self) -> Option<Instant> {
-        let resume = self.intake.may_resume().then(Instant::now);
+        let resume = self.intake.may_resume().then(now);
         [
             self.timers.next(),
             self.next_try_at(),
@@ -323,7 +324,7 @@ impl Engine {
 
     /// Begins to drain: receives nothing more, and releases deliveries that have not started.
     async fn begin_drain(&mut self, because: Option<Error>) {
-        if !self.drain.begin(because, Instant::now()) {
+        if !self.drain.begin(because, now()) {
             return;
         }
         tracing::info!(
@@ -361,7 +362,7 @@ impl Engine {
                  set drain_timeout to more than the longest run of a handler"
             );
         }
-        self.drain.handlers_dropped(Instant::now());
+        self.drain.handlers_dropped(now());
         for slot in self.intake.slots() {
             if let Some(entry) = self.intake.at(slot)
                 && entry.counted == Phase::Running
@@ -395,9 +396,9 @@ impl Engine {
         }
         self.settle().await;
         // Now, although the period is not over: there is no later report.
-        self.reporter.logs.suppressed(Instant::now() + logs::PERIOD);
+        self.reporter.logs.suppressed(now() + logs::PERIOD);
         fault::point("drain.closing");
-        let closed = self.source.close(self.drain.close_by(Instant::now())).await;
+        let closed = self.source.close(self.drain.close_by(now())).await;
         fault::point("drain.closed");
         match self.drain.into_cause() {
             Some(error) => Err(error),

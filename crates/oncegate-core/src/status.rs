@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
+use crate::clock::now;
 use crate::id::MessageId;
 use crate::internal::Lock;
 use crate::lifecycle::Stage;
@@ -145,7 +146,7 @@ impl ConsumerStatus {
     /// The last published status; empty before the consumer starts and after it ends. If two
     /// consumers share it, the one that published last.
     pub fn snapshot(&self) -> ConsumerSnapshot {
-        let (data, now) = (self.lock(), Instant::now());
+        let (data, now) = (self.lock(), now());
         let since = |arrived: &Instant| now.saturating_duration_since(*arrived);
         let oldest = data
             .oldest

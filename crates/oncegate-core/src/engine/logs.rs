@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::entry::InFlightEntry;
+use crate::clock::now;
 use crate::id::MessageId;
 use crate::lifecycle::{DoubtCause, Event, Outcome, Reason, Settlement, Stage};
 use crate::log_throttle::LogThrottle;
@@ -88,7 +89,7 @@ impl Logs {
         } else {
             &mut self.rejected
         };
-        let Some(suppressed_lines) = throttle.due(Instant::now()) else {
+        let Some(suppressed_lines) = throttle.due(now()) else {
             return;
         };
         let failure_history = settled.failure_history.as_deref();
@@ -165,7 +166,7 @@ impl Logs {
             Event::Reconciled(_) => &mut self.reconciled,
             _ => return,
         };
-        let Some(suppressed_lines) = throttle.due(Instant::now()) else {
+        let Some(suppressed_lines) = throttle.due(now()) else {
             return;
         };
         let (id, attempt) = (entry.id().map(MessageId::as_str), entry.attempt());
@@ -211,7 +212,7 @@ impl Logs {
 
     /// A message has no timestamp, so that `max_age` is not checked, in at most once.
     pub(super) fn unknown_age(&mut self, message: &Message) {
-        if let Some(suppressed_lines) = self.unknown_age.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.unknown_age.due(now()) {
             tracing::warn!(
                 origin = %message.origin,
                 suppressed_lines,
@@ -223,7 +224,7 @@ impl Logs {
 
     /// The consumer receives nothing: what waits now blocks all others.
     pub(super) fn queue_full(&mut self, waiting: usize, bytes: usize) {
-        if let Some(suppressed_lines) = self.queue_full.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.queue_full.due(now()) {
             tracing::warn!(
                 waiting,
                 bytes,
@@ -235,14 +236,14 @@ impl Logs {
 
     /// The store did not answer.
     pub(super) fn unavailable(&mut self, error: &StoreError, in_flight: usize) {
-        if let Some(suppressed_lines) = self.unavailable.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.unavailable.due(now()) {
             tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
         }
     }
 
     /// The completion of a message that was handled without the store is not kept.
     pub(super) fn late_completions_full(&mut self) {
-        if let Some(suppressed_lines) = self.late_completions_full.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.late_completions_full.due(now()) {
             tracing::warn!(
                 suppressed_lines,
                 "completion not recorded: too many messages were handled without the store; a redelivery of this one runs again"
@@ -252,7 +253,7 @@ impl Logs {
 
     /// The claim of a message took over from a process that crashed or lost its lease.
     pub(super) fn taken_over(&mut self, entry: &InFlightEntry, attempts: Attempts) {
-        if let Some(suppressed_lines) = self.taken_over.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.taken_over.due(now()) {
             let (id, origin) = id_and_origin(entry);
             let Attempts {
                 number: attempt,
@@ -272,7 +273,7 @@ impl Logs {
 
     /// The lease of a message ended while its handler or `reconcile` ran.
     pub(super) fn lease_lost(&mut self, entry: &InFlightEntry) {
-        if let Some(suppressed_lines) = self.lease_lost.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.lease_lost.due(now()) {
             let (id, origin) = id_and_origin(entry);
             let attempt = entry.attempt();
             tracing::warn!(
@@ -287,7 +288,7 @@ impl Logs {
 
     /// The drain timeout is over, and the handler of this message still runs.
     pub(super) fn handler_dropped(&mut self, entry: &InFlightEntry) {
-        if let Some(suppressed_lines) = self.handler_dropped.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.handler_dropped.due(now()) {
             let (id, origin) = id_and_origin(entry);
             let attempt = entry.attempt();
             tracing::warn!(
@@ -315,7 +316,7 @@ impl Logs {
             New(_) | Claiming(..) | AwaitingClaim(..) | ClaimingInDrain(_) | Withdrawing(..)
             | Ready(_) | WithoutClaim(_) | Settled => return,
         };
-        let Some(suppressed_lines) = self.not_recorded.due(Instant::now()) else {
+        let Some(suppressed_lines) = self.not_recorded.due(now()) else {
             return;
         };
         let (id, origin) = id_and_origin(entry);
@@ -345,7 +346,7 @@ impl Logs {
         attempts: Attempts,
         max_crashes: u32,
     ) {
-        if let Some(suppressed_lines) = self.possible_crash_loop.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.possible_crash_loop.due(now()) {
             let (id, origin) = id_and_origin(entry);
             let Attempts {
                 number: attempt,
@@ -366,7 +367,7 @@ impl Logs {
 
     /// A message waits because another delivery holds its id.
     pub(super) fn held_elsewhere(&mut self, entry: &InFlightEntry, remaining: Duration) {
-        if let Some(suppressed_lines) = self.held_elsewhere.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.held_elsewhere.due(now()) {
             let (id, origin) = id_and_origin(entry);
             tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another delivery holds the lease of its id, or its process crashed");
         }

@@ -6,6 +6,7 @@ use super::entry::{InFlightEntry, Phase, has_running_task};
 use super::intake::Intake;
 use super::logs::Logs;
 use crate::boot_time::BootTime;
+use crate::clock::now;
 use crate::consumer_metrics::{ConsumerMetrics, GaugeValues};
 use crate::context::SharedDelivery;
 use crate::lifecycle::{Event, Freshness, Outcome, Reason, Settlement};
@@ -35,7 +36,7 @@ impl Reporter {
             metrics: ConsumerMetrics::new(),
             logs: Logs::new(),
             status,
-            next_status_at: Instant::now(),
+            next_status_at: now(),
         }
     }
 
