@@ -247,8 +247,12 @@ impl Engine {
                 true => ReadinessState::NotReady,
                 false => ReadinessState::Ready,
             });
-        self.reporter
-            .observe(now(), &self.intake, usize::from(store_unavailable));
+        self.reporter.observe(
+            now(),
+            &self.intake,
+            &self.executor.suspects,
+            usize::from(store_unavailable),
+        );
     }
 
     /// Sleeps until the next event.

@@ -41,6 +41,7 @@ pub struct ConsumerStatus(Arc<Lock<StatusData>>);
 pub(crate) struct StatusData {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
+    pub(crate) isolated: usize,
     /// With the time of receipt, the oldest first.
     pub(crate) oldest: Vec<(Instant, InFlightDelivery)>,
     pub(crate) store: Option<StoreHealth>,
@@ -55,6 +56,9 @@ pub struct ConsumerSnapshot {
     /// Queued deliveries: behind another of their key or partition, or backing off after a failed
     /// attempt.
     pub waiting: usize,
+    /// Deliveries that run apart from all others, or wait for that, because processes crashed while
+    /// they handled these messages: above 0, a crash loop is possible.
+    pub isolated: usize,
     /// The oldest unsettled deliveries, at most 20, the oldest first.
     pub oldest: Vec<InFlightDelivery>,
     /// The state of its store; `None` before the consumer starts and after it ends.
@@ -160,6 +164,7 @@ impl ConsumerStatus {
         ConsumerSnapshot {
             in_flight: data.in_flight,
             waiting: data.waiting,
+            isolated: data.isolated,
             oldest,
             store,
         }
@@ -170,6 +175,7 @@ impl ConsumerStatus {
         &self,
         in_flight: usize,
         waiting: usize,
+        isolated: usize,
         mut all: Vec<(Instant, T)>,
         describe: impl Fn(T) -> Option<InFlightDelivery>,
     ) {
@@ -180,7 +186,8 @@ impl ConsumerStatus {
             .filter_map(|(arrived, delivery)| Some((arrived, describe(delivery)?)))
             .collect();
         let mut data = self.lock();
-        (data.in_flight, data.waiting, data.oldest) = (in_flight, waiting, oldest);
+        (data.in_flight, data.waiting) = (in_flight, waiting);
+        (data.isolated, data.oldest) = (isolated, oldest);
     }
 
     /// The consumer starts with this store.

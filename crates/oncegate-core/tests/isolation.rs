@@ -6,13 +6,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 use oncegate_core::source::{
     Connect, ConnectOptions, Incoming, Limit, Settled, Source, SourceError,
 };
 use oncegate_core::*;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 use tokio::task::JoinSet;
 
 /// How many random schedules are tested.
@@ -479,4 +480,71 @@ async fn nothing_else_is_claimed_while_a_message_runs_alone() {
         fixture.broker.dead_letters()
     );
     assert_eq!(lock(&fixture.handled).len(), 2);
+}
+
+/// Runs until there is a permit.
+struct AwaitsPermit(Arc<Semaphore>);
+
+impl Handler for AwaitsPermit {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        self.0.acquire().await.retry()?.forget();
+        Ok(())
+    }
+}
+
+/// The changes of the gauge since the last call.
+fn isolated(snapshotter: &Snapshotter) -> f64 {
+    let all = snapshotter.snapshot().into_vec();
+    let isolated = all
+        .iter()
+        .find(|(key, ..)| key.key().name() == "oncegate_isolated");
+    match isolated {
+        Some((.., DebugValue::Gauge(value))) => value.into_inner(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_possible_crash_loop_is_in_the_metrics_and_the_status() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let _here = metrics::set_default_local_recorder(&recorder);
+    let (fixture, status, permits) = (
+        fixture(),
+        ConsumerStatus::new(),
+        Arc::new(Semaphore::new(0)),
+    );
+    for id in ["a", "b", "c"] {
+        mark_crashed(&fixture, id, 3);
+    }
+    for id in ["a", "b", "c", "another"] {
+        let message = Message::new("works").with_header("id", id);
+        fixture.broker.publish(message);
+    }
+    let store = ProcessStore {
+        fixture: fixture.clone(),
+        process: 1,
+    };
+    let consumer = Consumer::builder()
+        .source(fixture.broker.source())
+        .store(store)
+        .handler(AwaitsPermit(permits.clone()))
+        .id(IdSource::header("id"))
+        .decode(RawBytes)
+        .status(status.clone());
+    let published = || tokio::time::sleep(Duration::from_secs(2));
+    let mut seen = Vec::new();
+    let shutdown = async {
+        for permit in [0, 2, 1, 1] {
+            permits.add_permits(permit);
+            published().await;
+            seen.push((isolated(&snapshotter), status.snapshot().isolated));
+        }
+        fixture.broker.drained().await;
+    };
+    consumer.run_until(shutdown).await.expect("a clean end");
+    // One runs alone, and two wait; then these two run. The metrics are the changes.
+    assert_eq!(seen, [(3.0, 3), (-1.0, 2), (-1.0, 1), (-1.0, 0)]);
 }

@@ -5,11 +5,12 @@ use std::time::{Duration, Instant};
 use super::entry::{InFlightEntry, Phase, has_running_task};
 use super::intake::Intake;
 use super::logs::Logs;
+use super::suspects::Suspects;
 use crate::boot_time::BootTime;
 use crate::clock::now;
 use crate::consumer_metrics::{ConsumerMetrics, GaugeValues};
 use crate::context::SharedDelivery;
-use crate::lifecycle::{Event, Freshness, Outcome, Reason, Settlement};
+use crate::lifecycle::{Event, Freshness, Outcome, Reason, Settlement, Stage};
 use crate::marker::Guarantee;
 use crate::message::Message;
 use crate::outcome::Outcomes;
@@ -120,16 +121,27 @@ impl Reporter {
     }
 
     /// Updates the gauges, and the status if it is due. Warns if the queue is full.
-    pub(super) fn observe(&mut self, now: Instant, intake: &Intake, unavailable_stores: usize) {
+    pub(super) fn observe(
+        &mut self,
+        now: Instant,
+        intake: &Intake,
+        suspects: &Suspects,
+        unavailable_stores: usize,
+    ) {
         if let Some((waiting, bytes)) = intake.full_queue() {
             self.logs.queue_full(waiting, bytes);
         }
         self.logs.suppressed(now);
         let (in_flight, waiting) = (intake.in_flight(), intake.count(Phase::Queued));
+        let isolated = suspects.count(|slot| {
+            let entry = intake.at(slot);
+            entry.is_some_and(|entry| matches!(entry.stage(), Stage::New(_)))
+        });
         self.metrics.set_gauges(GaugeValues {
             in_flight,
             waiting,
             awaiting_claim: intake.count(Phase::AwaitingClaim),
+            isolated,
             unavailable_stores,
         });
         let Some(status) = &self.status else { return };
@@ -143,7 +155,7 @@ impl Reporter {
             let age = intake.at(slot)?.arrived.elapsed_at(boot);
             Some((now.checked_sub(age)?, slot))
         });
-        status.publish(in_flight, waiting, all.collect(), |slot| {
+        status.publish(in_flight, waiting, isolated, all.collect(), |slot| {
             let entry = intake.at(slot)?;
             Some(InFlightDelivery {
                 id: entry.id().cloned(),

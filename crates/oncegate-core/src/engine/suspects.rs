@@ -48,6 +48,12 @@ impl Suspects {
         self.admitted.iter().map(|(slot, _)| *slot)
     }
 
+    /// How many are admitted or wait. `still_waits` tells whether a delivery that waited still does.
+    pub(super) fn count(&self, still_waits: impl Fn(Slot) -> bool) -> usize {
+        let waiting = self.waiting.iter().filter(|slot| still_waits(**slot));
+        self.admitted.len() + waiting.count()
+    }
+
     /// Whether this delivery may not be claimed now.
     pub(super) fn exclude(&self, slot: Slot) -> bool {
         self.any() && !self.admitted().any(|it| it == slot)
