@@ -1,7 +1,7 @@
 //! Messages that crash their process, and the isolation of messages that may have crashed one, in
 //! thousands of interleavings of crashes, drains and revocations.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -547,4 +547,69 @@ async fn a_possible_crash_loop_is_in_the_metrics_and_the_status() {
     consumer.run_until(shutdown).await.expect("a clean end");
     // One runs alone, and two wait; then these two run. The metrics are the changes.
     assert_eq!(seen, [(3.0, 3), (-1.0, 2), (-1.0, 1), (-1.0, 0)]);
+}
+
+/// Runs for six seconds, and counts the runs that ended.
+struct SixSeconds(Arc<AtomicU32>);
+
+impl Handler for SixSeconds {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn processes_killed_from_outside_dead_letter_no_message() {
+    const MESSAGES: u32 = 60;
+    const KILLS: u32 = 7;
+    let fixture = fixture();
+    for number in 0..MESSAGES {
+        let message = Message::new("works").with_header("id", format!("m{number}"));
+        fixture.broker.publish(message);
+    }
+    let (ended, mut counted) = (Arc::<AtomicU32>::default(), BTreeMap::new());
+    for process in 0..=KILLS {
+        let consumer = Consumer::builder()
+            .source(fixture.broker.source())
+            .store(ProcessStore {
+                fixture: fixture.clone(),
+                process,
+            })
+            .handler(SixSeconds(ended.clone()))
+            .id(IdSource::header("id"))
+            .decode(RawBytes);
+        let all = fixture.broker.clone();
+        let run = consumer.run_until(async move { all.drained().await });
+        if process < KILLS {
+            let killed = tokio::time::timeout(Duration::from_secs(4), run).await;
+            assert!(killed.is_err(), "it is killed before it ends: {killed:?}");
+            lock(&fixture.ended_processes).insert(process);
+            counted = crashes(&fixture);
+        } else {
+            run.await.expect("a clean end");
+        }
+    }
+    assert_eq!(fixture.broker.dead_letters(), []);
+    assert_eq!(ended.load(Ordering::Relaxed), MESSAGES);
+    // A kill is counted by the next claim: the first two for all messages, the third for a group, the
+    // others for the one that runs alone.
+    assert_eq!(counted, BTreeMap::from([(2, 38), (3, 21), (6, 1)]));
+}
+
+/// How many unfinished markers count how many crashes.
+fn crashes(fixture: &Fixture) -> BTreeMap<u32, usize> {
+    let mut counted = BTreeMap::new();
+    for (marker, _) in lock(&fixture.markers).values() {
+        let attempts = match marker {
+            Marker::Cleared { attempts, .. } => attempts,
+            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => &hold.attempts,
+            _ => continue,
+        };
+        *counted.entry(attempts.crashes).or_default() += 1;
+    }
+    counted
 }
