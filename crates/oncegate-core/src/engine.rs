@@ -289,7 +289,7 @@ impl Engine {
     }
 
     /// When the loop has to wake up at the latest.
-    fn next_alarm(&self) -> Option<Instant> {
+    fn next_alarm(&mut self) -> Option<Instant> {
         let resume = self.intake.may_resume().then(now);
         [
             self.timers.next(),
@@ -399,8 +399,8 @@ impl Engine {
             self.handle_event(slot, Event::StopNow);
         }
         self.settle().await;
-        // Now, although the period is not over: there is no later report.
-        self.reporter.logs.suppressed(now() + logs::PERIOD);
+        // Now, although the periods are not over: there is no later report.
+        self.reporter.logs.suppressed(now() + logs::LONGEST_PERIOD);
         fault::point("drain.closing");
         let closed = self.source.close(self.drain.close_by(now())).await;
         fault::point("drain.closed");

@@ -35,7 +35,9 @@ pub(super) struct Logs {
 /// The maximum number of lines of one kind in each period: a burst of messages that fail at once is
 /// logged message by message.
 const LINES: u32 = 100;
-pub(super) const PERIOD: Duration = Duration::from_secs(10);
+const PERIOD: Duration = Duration::from_secs(10);
+/// The longest period of a throttle.
+pub(super) const LONGEST_PERIOD: Duration = Duration::from_secs(600);
 /// The maximum number of lines about unrecorded outcomes per second. They occur once, at the end of a
 /// consumer, for the deliveries in flight.
 const MAX_NOT_RECORDED: u32 = 1000;
@@ -131,28 +133,62 @@ impl Logs {
         }
     }
 
-    /// When [`suppressed`](Self::suppressed) has something to log.
-    pub(super) fn report_at(&self) -> Option<Instant> {
-        let (rejected, in_doubt) = (self.rejected.report_at(), self.in_doubt.report_at());
-        rejected.into_iter().chain(in_doubt).min()
+    /// All throttles, each with its lines.
+    fn throttles(&mut self) -> [(&mut LogThrottle, Lines); 15] {
+        use Lines::{InDoubt, Info, Rejected, Warn};
+        // Without `..`, so that a new throttle is not left out.
+        let Self {
+            unavailable,
+            late_completions_full,
+            queue_full,
+            unknown_age,
+            rejected,
+            in_doubt,
+            panicked,
+            failed,
+            reconciled,
+            taken_over,
+            possible_crash_loop,
+            held_elsewhere,
+            lease_lost,
+            handler_dropped,
+            not_recorded,
+        } = self;
+        [
+            (rejected, Rejected),
+            (in_doubt, InDoubt),
+            (
+                unavailable,
+                Warn("store unavailable, or transaction not begun"),
+            ),
+            (late_completions_full, Warn("completion not recorded")),
+            (queue_full, Warn("queue limit reached")),
+            (unknown_age, Warn("message without a timestamp")),
+            (panicked, Warn("handler panicked")),
+            (failed, Warn("handler failed or timed out")),
+            (reconciled, Info("reconcile ended or panicked")),
+            (taken_over, Info("message taken over")),
+            (possible_crash_loop, Warn("possible crash loop")),
+            (held_elsewhere, Info("message waits")),
+            (lease_lost, Warn("lease lost")),
+            (handler_dropped, Warn("handler dropped")),
+            (not_recorded, Warn("outcome not recorded")),
+        ]
     }
 
-    /// Logs how many rejected messages had no line of their own, if no other line of their kind
-    /// followed.
+    /// When [`suppressed`](Self::suppressed) has something to log.
+    pub(super) fn report_at(&mut self) -> Option<Instant> {
+        let throttles = self.throttles();
+        throttles.iter().filter_map(|(it, _)| it.report_at()).min()
+    }
+
+    /// Logs how many lines of each kind were suppressed, if no other line of that kind followed.
     pub(super) fn suppressed(&mut self, now: Instant) {
-        let rejected = self.rejected.take_suppressed(now);
-        if rejected > 0 {
-            tracing::warn!(
-                suppressed_lines = rejected,
-                "more messages rejected than logged: see them with `oncegate dead-letters list`"
-            );
-        }
-        let in_doubt = self.in_doubt.take_suppressed(now);
-        if in_doubt > 0 {
-            tracing::warn!(
-                suppressed_lines = in_doubt,
-                "more messages in doubt than logged: see them with `oncegate in-doubt list`"
-            );
+        for (throttle, lines) in self.throttles() {
+            let suppressed_lines = throttle.take_suppressed(now);
+            if suppressed_lines > 0 {
+                lines.log_suppressed(suppressed_lines);
+            }
         }
     }
 
@@ -374,8 +410,80 @@ impl Logs {
     }
 }
 
+/// The lines of one throttle: how they begin, and their level.
+#[derive(Clone, Copy)]
+enum Lines {
+    Rejected,
+    InDoubt,
+    Warn(&'static str),
+    Info(&'static str),
+}
+
+impl Lines {
+    #[cold]
+    fn log_suppressed(self, suppressed_lines: u64) {
+        match self {
+            Self::Rejected => tracing::warn!(
+                suppressed_lines,
+                "more messages rejected than logged: see them with `oncegate dead-letters list`"
+            ),
+            Self::InDoubt => tracing::warn!(
+                suppressed_lines,
+                "more messages in doubt than logged: see them with `oncegate in-doubt list`"
+            ),
+            Self::Warn(lines) => tracing::warn!(
+                suppressed_lines,
+                lines,
+                "more events than logged: see the last line that begins as `lines` says"
+            ),
+            Self::Info(lines) => tracing::info!(suppressed_lines, lines, "more events than logged"),
+        }
+    }
+}
+
 /// The fields by which a log line names a message.
 fn id_and_origin(entry: &InFlightEntry) -> (Option<&str>, &Origin) {
     let id = entry.id().map(MessageId::as_str);
     (id, &entry.in_flight.message().origin)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use tracing_subscriber::fmt::MakeWriter;
+
+    use super::*;
+
+    #[test]
+    fn the_last_suppressed_lines_of_each_kind_are_reported() {
+        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        let subscriber = tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_writer(|| LOG.make_writer())
+            .finish();
+        let _guard = tracing::subscriber::set_default(subscriber);
+        let (mut logs, start) = (Logs::new(), Instant::now());
+        assert_eq!(logs.report_at(), None);
+        let mut fields = Vec::new();
+        for (throttle, lines) in logs.throttles() {
+            while throttle.due(start).is_some() {}
+            fields.push(match lines {
+                Lines::Rejected => "more messages rejected than logged".to_owned(),
+                Lines::InDoubt => "more messages in doubt than logged".to_owned(),
+                Lines::Warn(lines) | Lines::Info(lines) => format!("lines=\"{lines}\""),
+            });
+        }
+        let first = logs.report_at().expect("a time");
+        assert_eq!(first, start + Duration::from_secs(1));
+        logs.suppressed(start + LONGEST_PERIOD);
+        assert_eq!(logs.report_at(), None);
+        let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
+        for field in &fields {
+            let lines: Vec<&str> = log.lines().filter(|line| line.contains(field)).collect();
+            assert_eq!(lines.len(), 1, "{field} in {log}");
+            assert!(lines[0].contains("suppressed_lines=1"), "{}", lines[0]);
+        }
+        assert_eq!(log.lines().count(), fields.len(), "{log}");
+    }
 }

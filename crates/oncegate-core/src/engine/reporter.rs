@@ -115,7 +115,7 @@ impl Reporter {
     }
 
     /// When there is something to publish or to log, if no message arrives before.
-    pub(super) fn next_report_at(&self) -> Option<Instant> {
+    pub(super) fn next_report_at(&mut self) -> Option<Instant> {
         let next_status = self.status.is_some().then_some(self.next_status_at);
         next_status.into_iter().chain(self.logs.report_at()).min()
     }
