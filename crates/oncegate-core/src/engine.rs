@@ -118,7 +118,7 @@ impl Engine {
             leases: Leases::start(store.clone(), &settings)?,
             batcher: StoreBatcher::new(store, properties),
             executor: Executor::new(runner, &settings),
-            timers: Timers::new(),
+            timers: Timers::new(settings.jitter_seed),
             reporter: Reporter::new(settings.status.clone()),
             drain: Drain::new(settings.drain_timeout),
             id,
