@@ -1,12 +1,13 @@
 //! `chaos`: injects faults into real servers and checks the guarantees.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Error;
+use crate::patched_source::patched_source;
 use crate::setup;
 use crate::stopping::StopSignals;
 
@@ -28,8 +29,11 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
     let mut program = if has("--matrix") || has("--mutants") {
         let mut cargo = cargo(&["run", "--quiet", "--package", "oncegate-chaos"]);
         if has("--mutants") {
-            let manifest = patched_source()?.join("Cargo.toml");
-            cargo.arg("--manifest-path").arg(manifest);
+            let manifest =
+                patched_source("tests/chaos/mutants.patch", "target/chaos-build/mutants")?;
+            cargo
+                .arg("--manifest-path")
+                .arg(manifest.join("Cargo.toml"));
         }
         let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
         cargo.env("RUSTFLAGS", format!("{flags} --cfg oncegate_chaos").trim());
@@ -71,55 +75,6 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
     program.args(arguments);
     let shown = format!("oncegate-chaos {}", arguments.join(" "));
     wait(program, &shown, &stopping)
-}
-
-/// Copies the source to `target/chaos-build/mutants`, and applies the patch that adds the mutants:
-/// broken behaviour that the harness must detect. An environment variable selects the mutant.
-fn patched_source() -> Result<PathBuf, Error> {
-    let into = setup::root().join("target/chaos-build/mutants");
-    let shown = "git ls-files";
-    let cannot_run = |source| Error::CannotRun {
-        program: shown.to_owned(),
-        source,
-    };
-    let listed = Command::new("git")
-        .args(["ls-files", "-z"])
-        .current_dir(setup::root())
-        .output()
-        .map_err(cannot_run)?;
-    if !listed.status.success() {
-        return Err(Error::Failed(shown.to_owned()));
-    }
-    for file in String::from_utf8_lossy(&listed.stdout).split_terminator('\0') {
-        copy_if_changed(&setup::root().join(file), &into.join(file)).map_err(cannot_run)?;
-    }
-    let mut apply = Command::new("git");
-    apply
-        .arg("apply")
-        .arg(setup::root().join("tests/chaos/mutants.patch"))
-        .current_dir(&into)
-        // Inside the repository, git would skip files outside the current directory.
-        .env(
-            "GIT_CEILING_DIRECTORIES",
-            setup::root().join("target/chaos-build"),
-        );
-    setup::run_program(&mut apply)?;
-    Ok(into)
-}
-
-/// Copies a file unless the copy is equal. Cargo does not build an unchanged copy again, because
-/// its modification time stays the same.
-fn copy_if_changed(from: &Path, to: &Path) -> std::io::Result<()> {
-    let Ok(content) = std::fs::read(from) else {
-        return Ok(()); // deleted in the working tree
-    };
-    if std::fs::read(to).is_ok_and(|old| old == content) {
-        return Ok(());
-    }
-    if let Some(directory) = to.parent() {
-        std::fs::create_dir_all(directory)?;
-    }
-    std::fs::write(to, content)
 }
 
 fn cargo(arguments: &[&str]) -> Command {

@@ -11,6 +11,7 @@ mod chaos;
 mod faults;
 mod kafka_faults;
 mod model;
+mod patched_source;
 mod published;
 mod services;
 mod setup;

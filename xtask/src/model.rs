@@ -1,8 +1,9 @@
-//! `model`: runs the model checker.
+//! `model`: runs the model checker, and the mutants of the rules and of isolation.
 
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use crate::Error;
+use crate::patched_source::patched_source;
 use crate::setup;
 
 #[derive(clap::Args)]
@@ -10,13 +11,21 @@ pub(crate) struct Arguments {
     /// Also explores larger fault budgets. Takes a quarter of an hour and 10 GB of memory.
     #[arg(long, conflicts_with = "mutants")]
     deep: bool,
-    /// Checks instead that the model detects each mutant.
+    /// Checks instead that the model, and the tests of isolation, detect each mutant.
     #[arg(long)]
     mutants: bool,
 }
 
+/// The mutants of `crates/oncegate-core/tests/isolation.patch`.
+const ISOLATION_MUTANTS: [&str; 4] = [
+    "forgets-who-waits",
+    "claims-beside-suspects",
+    "ignores-isolation",
+    "wakes-nobody",
+];
+
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = cargo();
     let binary = if arguments.mutants {
         "oncegate-model-mutants"
     } else {
@@ -38,13 +47,62 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
         cargo.arg("--deep");
     }
     let shown = format!("cargo run --release --package oncegate-model --bin {binary}");
-    let status = cargo.status().map_err(|source| Error::CannotRun {
-        program: shown.clone(),
+    if !succeeds(&mut cargo, &shown)? {
+        return Err(Error::Failed(shown));
+    }
+    if arguments.mutants {
+        test_isolation_mutants()?;
+    }
+    Ok(())
+}
+
+/// Checks that the tests of isolation fail with each of its mutants.
+fn test_isolation_mutants() -> Result<(), Error> {
+    let source = patched_source(
+        "crates/oncegate-core/tests/isolation.patch",
+        "target/isolation-mutants/source",
+    )?;
+    let test = |mutant: &str| {
+        let mut cargo = cargo();
+        cargo
+            .args([
+                "test",
+                "--quiet",
+                "--package",
+                "oncegate-core",
+                "--test",
+                "isolation",
+            ])
+            .args(["--target-dir", "../target"])
+            .env("ONCEGATE_MUTANT", mutant)
+            .current_dir(&source);
+        cargo
+    };
+    let shown = "cargo test --package oncegate-core --test isolation";
+    if !succeeds(test("").arg("--no-run"), shown)? {
+        return Err(Error::Failed(shown.to_owned()));
+    }
+    for mutant in ISOLATION_MUTANTS {
+        let shown = format!("ONCEGATE_MUTANT={mutant} {shown}");
+        let mut test = test(mutant);
+        test.stdout(Stdio::null()).stderr(Stdio::null());
+        if succeeds(&mut test, &shown)? {
+            println!("{mutant}: NOT FOUND by {shown}");
+            return Err(Error::Failed(shown));
+        }
+        println!("{mutant}: found");
+    }
+    Ok(())
+}
+
+fn cargo() -> Command {
+    Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+}
+
+fn succeeds(command: &mut Command, shown: &str) -> Result<bool, Error> {
+    let status = command.status().map_err(|source| Error::CannotRun {
+        program: shown.to_owned(),
         source,
     })?;
-    if status.success() {
-        Ok(())
-    } else {
-        Err(Error::Failed(shown))
-    }
+    Ok(status.success())
 }

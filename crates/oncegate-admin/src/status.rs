@@ -31,6 +31,7 @@ pub(crate) struct ConsumerView {
     ready: bool,
     in_flight: usize,
     waiting: usize,
+    isolated: usize,
     store: Option<StoreView>,
     oldest: Vec<OldestDelivery>,
 }
@@ -153,6 +154,7 @@ impl WatchedConsumer {
             ready: self.readiness.is_ready(),
             in_flight: snapshot.in_flight,
             waiting: snapshot.waiting,
+            isolated: snapshot.isolated,
             store: snapshot.store.map(StoreView::of),
             oldest: snapshot.oldest.iter().map(OldestDelivery::of).collect(),
         }

@@ -231,6 +231,13 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
+    /// The seed of the jitter of pauses, so that a test can repeat its schedule.
+    #[doc(hidden)]
+    pub fn jitter_seed(mut self, seed: u64) -> Self {
+        self.settings.jitter_seed = Some(seed);
+        self
+    }
+
     /// The maximum number of retries within one attempt, without a redelivery. Default: 3.
     pub fn max_inline_retries(mut self, retries: u32) -> Self {
         self.settings.max_inline_retries = retries;

@@ -17,6 +17,7 @@ pub(crate) struct ConsumerMetrics {
     in_flight: GaugeShare,
     waiting: GaugeShare,
     awaiting_claim: GaugeShare,
+    isolated: GaugeShare,
     store_unavailable: GaugeShare,
 }
 
@@ -32,6 +33,7 @@ pub(crate) struct GaugeValues {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
     pub(crate) awaiting_claim: usize,
+    pub(crate) isolated: usize,
     pub(crate) unavailable_stores: usize,
 }
 
@@ -61,6 +63,7 @@ impl ConsumerMetrics {
             in_flight: GaugeShare::of(metric::IN_FLIGHT),
             waiting: GaugeShare::of(metric::WAITING),
             awaiting_claim: GaugeShare::of(metric::AWAITING_CLAIM),
+            isolated: GaugeShare::of(metric::ISOLATED),
             store_unavailable: GaugeShare::of(metric::STORE_UNAVAILABLE),
         }
     }
@@ -99,6 +102,7 @@ impl ConsumerMetrics {
         self.in_flight.set(now.in_flight);
         self.waiting.set(now.waiting);
         self.awaiting_claim.set(now.awaiting_claim);
+        self.isolated.set(now.isolated);
         self.store_unavailable.set(now.unavailable_stores);
     }
 }

@@ -39,6 +39,7 @@ use self::store_batcher::StoreBatcher;
 use self::timers::Timers;
 
 use crate::boot_time::BootTime;
+use crate::clock::now;
 use crate::decode::Decode;
 use crate::error::Error;
 use crate::fault;
@@ -100,7 +101,7 @@ impl Clock {
     fn now() -> Self {
         Self {
             boot: BootTime::now(),
-            monotonic: Instant::now(),
+            monotonic: now(),
             wall: SystemTime::now(),
         }
     }
@@ -121,7 +122,7 @@ impl Engine {
             leases: Leases::start(store.clone(), &settings)?,
             batcher: StoreBatcher::new(store, properties),
             executor: Executor::new(runner, &settings),
-            timers: Timers::new(),
+            timers: Timers::new(settings.jitter_seed),
             reporter: Reporter::new(settings.status.clone()),
             drain: Drain::new(settings.drain_timeout),
             id,
@@ -152,7 +153,7 @@ impl Engine {
             self.resume_queued();
             self.send_batches();
             self.settle().await;
-            match self.drain.next_step(Instant::now(), self.unfinished()) {
+            match self.drain.next_step(now(), self.unfinished()) {
                 DrainStep::Continue => {}
                 DrainStep::DropHandlers => {
                     self.drop_handlers().await;
@@ -251,8 +252,12 @@ impl Engine {
                 true => ReadinessState::NotReady,
                 false => ReadinessState::Ready,
             });
-        self.reporter
-            .observe(Instant::now(), &self.intake, usize::from(store_unavailable));
+        self.reporter.observe(
+            now(),
+            &self.intake,
+            &self.executor.suspects,
+            usize::from(store_unavailable),
+        );
     }
 
     /// Sleeps until the next event.
@@ -266,7 +271,7 @@ impl Engine {
         let renewed = self.leases.are_renewed();
         let sleep = async {
             match alarm {
-                Some(at) => tokio::time::sleep(at.saturating_duration_since(Instant::now())).await,
+                Some(at) => tokio::time::sleep(at.saturating_duration_since(now())).await,
                 None => std::future::pending().await,
             }
         };
@@ -290,8 +295,8 @@ impl Engine {
     }
 
     /// When the loop has to wake up at the latest.
-    fn next_alarm(&self) -> Option<Instant> {
-        let resume = self.intake.may_resume().then(Instant::now);
+    fn next_alarm(&mut self) -> Option<Instant> {
+        let resume = self.intake.may_resume().then(now);
         [
             self.timers.next(),
             self.next_try_at(),
@@ -331,7 +336,7 @@ impl Engine {
     /// Begins to drain: receives nothing more, and releases deliveries whose handler has not
     /// started. `cause` is the error that ends the consumer; `None` for a shutdown.
     async fn begin_drain(&mut self, cause: Option<Error>) {
-        if !self.drain.begin(cause, Instant::now()) {
+        if !self.drain.begin(cause, now()) {
             return;
         }
         tracing::info!(
@@ -369,7 +374,7 @@ impl Engine {
                  set drain_timeout to more than the longest run of a handler"
             );
         }
-        self.drain.handlers_dropped(Instant::now());
+        self.drain.handlers_dropped(now());
         for slot in self.intake.slots() {
             if let Some(entry) = self.intake.at(slot)
                 && entry.counted == Phase::Running
@@ -403,13 +408,13 @@ impl Engine {
             self.handle_event(slot, Event::StopNow);
         }
         self.settle().await;
-        // Logs the suppressed lines now, before their period is over, because there is no later
+        // Logs the suppressed lines now, before their periods are over, because there is no later
         // report.
         self.reporter
             .logs
-            .log_suppressed(Instant::now() + logs::PERIOD);
+            .log_suppressed(now() + logs::LONGEST_PERIOD);
         fault::point("drain.closing");
-        let closed = self.source.close(self.drain.close_by(Instant::now())).await;
+        let closed = self.source.close(self.drain.close_by(now())).await;
         fault::point("drain.closed");
         match self.drain.into_cause() {
             Some(error) => Err(error),

@@ -9,6 +9,7 @@
 mod boot_time;
 mod breaker;
 mod builder;
+mod clock;
 mod consumer;
 mod consumer_metrics;
 pub mod context;

@@ -104,6 +104,7 @@ pub(crate) const DELIVERY_SECONDS: &str = "oncegate_delivery_seconds";
 pub(crate) const IN_FLIGHT: &str = "oncegate_in_flight";
 pub(crate) const WAITING: &str = "oncegate_waiting";
 pub(crate) const AWAITING_CLAIM: &str = "oncegate_awaiting_claim";
+pub(crate) const ISOLATED: &str = "oncegate_isolated";
 pub(crate) const STORE_UNAVAILABLE: &str = "oncegate_store_unavailable";
 pub(crate) const SHADOW: &str = "oncegate_shadow_total";
 
@@ -149,6 +150,11 @@ pub const METRICS: &[Metric] = &[
         AWAITING_CLAIM,
         &[],
         "Deliveries whose claim is repeated later: another delivery holds the id, or the store is unavailable",
+    ),
+    Metric::gauge(
+        ISOLATED,
+        &[],
+        "Deliveries that run apart from all others, or wait for that, because processes crashed while they handled these messages",
     ),
     Metric::gauge(
         STORE_UNAVAILABLE,

@@ -106,6 +106,8 @@ pub(crate) struct Settings {
     pub(crate) inbox: InboxUse,
     pub(crate) readiness: Readiness,
     pub(crate) status: Option<ConsumerStatus>,
+    /// The seed of the jitter of pauses; `None` for a random one.
+    pub(crate) jitter_seed: Option<u64>,
 }
 
 /// Whether the handler runs in transactions of an inbox.
@@ -156,6 +158,7 @@ impl Default for Settings {
             inbox: InboxUse::None,
             readiness: Readiness::new(),
             status: None,
+            jitter_seed: None,
         }
     }
 }

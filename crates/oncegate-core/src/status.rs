@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
+use crate::clock::now;
 use crate::id::MessageId;
 use crate::internal::Lock;
 use crate::lifecycle::Stage;
@@ -40,6 +41,8 @@ pub struct ConsumerStatus(Arc<Lock<StatusData>>);
 pub(crate) struct StatusData {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
+    /// Suspects that run or wait in isolation.
+    pub(crate) isolated: usize,
     /// The oldest deliveries with their times of receipt, the oldest first.
     pub(crate) oldest: Vec<(Instant, InFlightDelivery)>,
     pub(crate) store: Option<StoreHealth>,
@@ -54,6 +57,9 @@ pub struct ConsumerSnapshot {
     /// Queued deliveries: behind another of their key or partition, or backing off after a failed
     /// attempt.
     pub waiting: usize,
+    /// Deliveries that run apart from all others, or wait for that, because processes crashed while
+    /// they handled these messages: above 0, a crash loop is possible.
+    pub isolated: usize,
     /// The oldest unsettled deliveries, at most 20, the oldest first.
     pub oldest: Vec<InFlightDelivery>,
     /// The state of its store; `None` before the consumer starts and after it ends.
@@ -146,7 +152,7 @@ impl ConsumerStatus {
     /// The last published status; empty before the consumer starts and after it ends. If two
     /// consumers share it, the one that published last.
     pub fn snapshot(&self) -> ConsumerSnapshot {
-        let (data, now) = (self.lock(), Instant::now());
+        let (data, now) = (self.lock(), now());
         let since = |arrived: &Instant| now.saturating_duration_since(*arrived);
         let oldest = data
             .oldest
@@ -160,6 +166,7 @@ impl ConsumerStatus {
         ConsumerSnapshot {
             in_flight: data.in_flight,
             waiting: data.waiting,
+            isolated: data.isolated,
             oldest,
             store,
         }
@@ -171,6 +178,7 @@ impl ConsumerStatus {
         &self,
         in_flight: usize,
         waiting: usize,
+        isolated: usize,
         mut all: Vec<(Instant, T)>,
         describe: impl Fn(T) -> Option<InFlightDelivery>,
     ) {
@@ -181,7 +189,8 @@ impl ConsumerStatus {
             .filter_map(|(arrived, delivery)| Some((arrived, describe(delivery)?)))
             .collect();
         let mut data = self.lock();
-        (data.in_flight, data.waiting, data.oldest) = (in_flight, waiting, oldest);
+        (data.in_flight, data.waiting) = (in_flight, waiting);
+        (data.isolated, data.oldest) = (isolated, oldest);
     }
 
     /// The consumer starts with this store.

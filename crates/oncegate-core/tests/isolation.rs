@@ -1,24 +1,28 @@
 //! Messages that crash their process, and the isolation of messages that may have crashed one, in
 //! thousands of interleavings of crashes, drains and revocations.
+//!
+//! `cargo xtask model --mutants` checks that these tests find the mutants of `isolation/mutants.patch`.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 use oncegate_core::source::{
     Connect, ConnectOptions, Incoming, Limit, Settled, Source, SourceError,
 };
 use oncegate_core::*;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 use tokio::task::JoinSet;
 
 /// How many random schedules are tested.
-const RUNS: u64 = 3_000;
-/// How many of them are tested at the same time; each waits most of the time.
-const CONCURRENT_RUNS: usize = 48;
+const RUNS: u64 = 2_000;
+/// The maximum number of requests to the store in one of them: far more than all need, so that one
+/// that never ends is found although no time passes.
+const MAX_REQUESTS: u32 = 20_000;
 /// The maximum number of crashes, drains and revocations that no handler causes.
 const FAULTS: u64 = 3;
 /// More than a message counts that crashes no process itself: two crashes before it runs in a group
@@ -47,16 +51,72 @@ struct Fixture {
     ended_processes: Mutex<HashSet<u32>>,
     handled: Mutex<HashSet<String>>,
     started_processes: Mutex<u32>,
+    /// Delays requests to the store and runs, in a random schedule.
+    delays: Option<Mutex<Random>>,
+    requests: AtomicU32,
+}
+
+impl Fixture {
+    /// Lets other tasks run, or time pass.
+    async fn delay(&self) {
+        let Some(delays) = &self.delays else {
+            return tokio::task::yield_now().await;
+        };
+        let delay = Delay::random(&mut lock(delays));
+        delay.wait().await;
+    }
+}
+
+/// The time of a request, or until a fault: tasks of the same moment that run before, or milliseconds.
+enum Delay {
+    Turns(u64),
+    Millis(u64),
+}
+
+impl Delay {
+    fn random(random: &mut Random) -> Self {
+        match random.below(2) {
+            0 => Self::Turns(random.below(40)),
+            _ => Self::Millis(random.below(6)),
+        }
+    }
+
+    async fn wait(self) {
+        match self {
+            Self::Turns(turns) => {
+                for _ in 0..turns {
+                    tokio::task::yield_now().await;
+                }
+            }
+            Self::Millis(millis) => tokio::time::sleep(Duration::from_millis(millis)).await,
+        }
+    }
 }
 
 fn fixture() -> Arc<Fixture> {
+    fixture_with(None)
+}
+
+fn fixture_with(delays: Option<Mutex<Random>>) -> Arc<Fixture> {
     Arc::new(Fixture {
+        delays,
+        requests: AtomicU32::new(0),
         broker: MemoryBroker::new("q"),
         markers: Mutex::default(),
         ended_processes: Mutex::default(),
         handled: Mutex::default(),
         started_processes: Mutex::default(),
     })
+}
+
+/// Waits until all messages are settled.
+///
+/// # Panics
+/// After a time by the paused clock in which all tests settle theirs.
+async fn drained(broker: &MemoryBroker) {
+    tokio::time::timeout(Duration::from_secs(10_000), broker.drained())
+        .await
+        .unwrap_or_else(|_| panic!("{} messages are not settled", broker.unsettled()));
 }
 
 /// Writes the marker of an id during whose handling this many processes crashed.
@@ -87,7 +147,17 @@ struct ProcessStore {
 #[async_trait]
 impl Store for ProcessStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        tokio::task::yield_now().await;
+        let requests = self.fixture.requests.fetch_add(1, Ordering::Relaxed);
+        assert!(requests < MAX_REQUESTS, "requests without end");
+        self.fixture.delay().await;
+        let answers = self.answers(operations);
+        self.fixture.delay().await;
+        answers
+    }
+}
+
+impl ProcessStore {
+    fn answers(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let (mut markers, ended) = (
             lock(&self.fixture.markers),
             lock(&self.fixture.ended_processes),
@@ -178,7 +248,6 @@ struct Triggers {
 struct Work {
     fixture: Arc<Fixture>,
     triggers: Triggers,
-    takes: Duration,
     runs: AtomicU32,
 }
 
@@ -194,20 +263,14 @@ impl Handler for Work {
             self.triggers.crash.notify_one();
             std::future::pending::<()>().await;
         }
-        tokio::time::sleep(self.takes).await;
+        self.fixture.delay().await;
         lock(&self.fixture.handled).insert(cx.id().to_string());
         Ok(())
     }
 }
 
 /// Runs one process after the other, until everything is settled.
-async fn processes(
-    fixture: Arc<Fixture>,
-    triggers: Triggers,
-    in_flight: usize,
-    order: Order,
-    takes: Duration,
-) {
+async fn processes(fixture: Arc<Fixture>, triggers: Triggers, in_flight: usize, order: Order) {
     loop {
         let process = {
             let mut started = lock(&fixture.started_processes);
@@ -222,7 +285,6 @@ async fn processes(
         let handler = Work {
             fixture: fixture.clone(),
             triggers: triggers.clone(),
-            takes,
             runs: AtomicU32::new(process),
         };
         let consumer = Consumer::builder()
@@ -240,9 +302,11 @@ async fn processes(
         let consumer = consumer
             .max_crashes(MAX_CRASHES)
             .max_attempts(100)
+            .jitter_seed(process.into())
             .backoff(Duration::from_millis(1), Duration::from_millis(2));
         let drain = triggers.drain.clone();
         tokio::select! {
+            biased;
             ended = consumer.run_until(async move { drain.notified().await }) => ended.expect("a clean end"),
             () = triggers.crash.notified() => {}
         }
@@ -250,9 +314,30 @@ async fn processes(
     }
 }
 
-async fn test_schedule(seed: u64) {
+/// What a schedule did: ids with the reasons of their dead letters, and how many processes and
+/// requests there were.
+#[derive(Debug, PartialEq, Eq)]
+struct Course {
+    dead_letters: Vec<(String, Reason)>,
+    handled: Vec<String>,
+    processes: u32,
+    requests: u32,
+}
+
+/// Runs the schedule of this seed, on one thread with paused time.
+fn run_schedule(seed: u64) -> Course {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .expect("a runtime");
+    runtime.block_on(schedule(seed))
+}
+
+async fn schedule(seed: u64) -> Course {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
-    let fixture = fixture();
+    let delays = Random(seed.wrapping_mul(0xD6E8_FEB8_6659_FD93) | 1);
+    let fixture = fixture_with(Some(Mutex::new(delays)));
     let messages = 2 + random.below(9);
     let crashing = random.below(messages + 2); // in some schedules there is none
     for number in 0..messages {
@@ -268,32 +353,25 @@ async fn test_schedule(seed: u64) {
     } else {
         Order::Unordered
     };
-    let (in_flight, takes) = (
-        1 + random.below(9) as usize,
-        Duration::from_millis(random.below(4)),
-    );
+    let in_flight = 1 + random.below(9) as usize;
     let triggers: Vec<Triggers> = (0..=random.below(2)).map(|_| Triggers::default()).collect();
     let mut tasks = JoinSet::new();
     for triggers in &triggers {
-        tasks.spawn(processes(
-            fixture.clone(),
-            triggers.clone(),
-            in_flight,
-            order,
-            takes,
-        ));
+        let (fixture, triggers) = (fixture.clone(), triggers.clone());
+        tasks.spawn(processes(fixture, triggers, in_flight, order));
     }
     let faults = async {
         for _ in 0..FAULTS {
-            tokio::time::sleep(Duration::from_micros(random.below(9_000))).await;
+            Delay::random(&mut random).wait().await;
             let triggers = &triggers[random.below(triggers.len() as u64) as usize];
             [&triggers.crash, &triggers.drain, &triggers.revoke][random.below(3) as usize]
                 .notify_one();
         }
     };
-    let all = async { tokio::join!(faults, fixture.broker.drained()) };
+    let all = async { tokio::join!(biased; faults, fixture.broker.drained()) };
     let settled = tokio::time::timeout(Duration::from_secs(60), async {
         tokio::select! {
+            biased;
             _ = all => {}
             Some(ended) = tasks.join_next() => panic!("seed {seed}: a process ended: {ended:?}"),
         }
@@ -316,41 +394,42 @@ async fn test_schedule(seed: u64) {
         vec![]
     };
     assert_eq!(dead_letters, expected, "seed {seed}");
-    let handled = lock(&fixture.handled).len() as u64;
-    assert_eq!(handled, messages - expected.len() as u64, "seed {seed}");
+    let mut handled: Vec<String> = lock(&fixture.handled).iter().cloned().collect();
+    handled.sort();
+    assert_eq!(
+        handled.len() as u64,
+        messages - expected.len() as u64,
+        "seed {seed}"
+    );
+    Course {
+        dead_letters,
+        handled,
+        processes: *lock(&fixture.started_processes),
+        requests: fixture.requests.load(Ordering::Relaxed),
+    }
 }
 
 fn text(message: &Message) -> String {
     String::from_utf8_lossy(message.headers.last("id").unwrap_or_default()).into_owned()
 }
 
+/// `ONCEGATE_SEED=<seed>` runs one schedule.
 #[test]
 fn of_random_schedules_only_the_message_that_crashes_processes_is_dead_lettered() {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .expect("a runtime");
-    let runs = match std::env::var("ONCEGATE_SEED") {
+    let seeds = match std::env::var("ONCEGATE_SEED") {
         Ok(seed) => seed.parse().map(|seed| seed..seed + 1).expect("a number"),
         Err(_) => 0..RUNS,
     };
-    runtime.block_on(async {
-        let mut running = JoinSet::new();
-        for seed in runs {
-            if running.len() >= CONCURRENT_RUNS {
-                running
-                    .join_next()
-                    .await
-                    .expect("some are running")
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
-            }
-            running.spawn(test_schedule(seed));
-        }
-        while let Some(over) = running.join_next().await {
-            over.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
-        }
-    });
+    for seed in seeds {
+        run_schedule(seed);
+    }
+}
+
+#[test]
+fn a_seed_repeats_its_schedule() {
+    for seed in 0..100 {
+        assert_eq!(run_schedule(seed), run_schedule(seed), "seed {seed}");
+    }
 }
 
 /// For the id `isolated`, publishes another message, and checks that it is not claimed before this run
@@ -431,7 +510,7 @@ async fn run_after_crashes(crashes: &[u32]) -> (u32, u128) {
     let all = fixture.broker.clone();
     let began = tokio::time::Instant::now();
     consumer
-        .run_until(async move { all.drained().await })
+        .run_until(async move { drained(&all).await })
         .await
         .expect("a clean end");
     assert!(fixture.broker.dead_letters().is_empty());
@@ -450,7 +529,7 @@ async fn after_two_crashes_messages_run_in_groups_and_after_three_in_groups_that
     assert_eq!(all, [(16, 2), (16, 4), (16, 6), (1, 32), (16, 4), (11, 17)]);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn nothing_else_is_claimed_while_a_message_runs_alone() {
     let fixture = fixture();
     mark_crashed(&fixture, "isolated", 2);
@@ -470,7 +549,7 @@ async fn nothing_else_is_claimed_while_a_message_runs_alone() {
         .max_attempts(2);
     let all = fixture.broker.clone();
     consumer
-        .run_until(async move { all.drained().await })
+        .run_until(async move { drained(&all).await })
         .await
         .expect("a clean end");
     assert!(
@@ -479,4 +558,136 @@ async fn nothing_else_is_claimed_while_a_message_runs_alone() {
         fixture.broker.dead_letters()
     );
     assert_eq!(lock(&fixture.handled).len(), 2);
+}
+
+/// Runs until there is a permit.
+struct AwaitsPermit(Arc<Semaphore>);
+
+impl Handler for AwaitsPermit {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        self.0.acquire().await.retry()?.forget();
+        Ok(())
+    }
+}
+
+/// The changes of the gauge since the last call.
+fn isolated(snapshotter: &Snapshotter) -> f64 {
+    let all = snapshotter.snapshot().into_vec();
+    let isolated = all
+        .iter()
+        .find(|(key, ..)| key.key().name() == "oncegate_isolated");
+    match isolated {
+        Some((.., DebugValue::Gauge(value))) => value.into_inner(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_possible_crash_loop_is_in_the_metrics_and_the_status() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let _here = metrics::set_default_local_recorder(&recorder);
+    let (fixture, status, permits) = (
+        fixture(),
+        ConsumerStatus::new(),
+        Arc::new(Semaphore::new(0)),
+    );
+    for id in ["a", "b", "c"] {
+        mark_crashed(&fixture, id, 3);
+    }
+    for id in ["a", "b", "c", "another"] {
+        let message = Message::new("works").with_header("id", id);
+        fixture.broker.publish(message);
+    }
+    let store = ProcessStore {
+        fixture: fixture.clone(),
+        process: 1,
+    };
+    let consumer = Consumer::builder()
+        .source(fixture.broker.source())
+        .store(store)
+        .handler(AwaitsPermit(permits.clone()))
+        .id(IdSource::header("id"))
+        .decode(RawBytes)
+        .status(status.clone());
+    let published = || tokio::time::sleep(Duration::from_secs(2));
+    let mut seen = Vec::new();
+    let shutdown = async {
+        for permit in [0, 2, 1, 1] {
+            permits.add_permits(permit);
+            published().await;
+            seen.push((isolated(&snapshotter), status.snapshot().isolated));
+        }
+        drained(&fixture.broker).await;
+    };
+    consumer.run_until(shutdown).await.expect("a clean end");
+    // One runs alone, and two wait; then these two run. The metrics are the changes.
+    assert_eq!(seen, [(3.0, 3), (-1.0, 2), (-1.0, 1), (-1.0, 0)]);
+}
+
+/// Runs for six seconds, and counts the runs that ended.
+struct SixSeconds(Arc<AtomicU32>);
+
+impl Handler for SixSeconds {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn processes_killed_from_outside_dead_letter_no_message() {
+    const MESSAGES: u32 = 60;
+    const KILLS: u32 = 7;
+    let fixture = fixture();
+    for number in 0..MESSAGES {
+        let message = Message::new("works").with_header("id", format!("m{number}"));
+        fixture.broker.publish(message);
+    }
+    let (ended, mut counted) = (Arc::<AtomicU32>::default(), BTreeMap::new());
+    for process in 0..=KILLS {
+        let consumer = Consumer::builder()
+            .source(fixture.broker.source())
+            .store(ProcessStore {
+                fixture: fixture.clone(),
+                process,
+            })
+            .handler(SixSeconds(ended.clone()))
+            .id(IdSource::header("id"))
+            .decode(RawBytes);
+        let all = fixture.broker.clone();
+        let run = consumer.run_until(async move { drained(&all).await });
+        if process < KILLS {
+            let killed = tokio::time::timeout(Duration::from_secs(4), run).await;
+            assert!(killed.is_err(), "it is killed before it ends: {killed:?}");
+            lock(&fixture.ended_processes).insert(process);
+            counted = crashes(&fixture);
+        } else {
+            run.await.expect("a clean end");
+        }
+    }
+    assert_eq!(fixture.broker.dead_letters(), []);
+    assert_eq!(ended.load(Ordering::Relaxed), MESSAGES);
+    // A kill is counted by the next claim: the first two for all messages, the third for a group, the
+    // others for the one that runs alone.
+    assert_eq!(counted, BTreeMap::from([(2, 38), (3, 21), (6, 1)]));
+}
+
+/// How many unfinished markers count how many crashes.
+fn crashes(fixture: &Fixture) -> BTreeMap<u32, usize> {
+    let mut counted = BTreeMap::new();
+    for (marker, _) in lock(&fixture.markers).values() {
+        let attempts = match marker {
+            Marker::Cleared { attempts, .. } => attempts,
+            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => &hold.attempts,
+            _ => continue,
+        };
+        *counted.entry(attempts.crashes).or_default() += 1;
+    }
+    counted
 }

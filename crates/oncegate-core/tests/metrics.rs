@@ -122,6 +122,7 @@ async fn gauges_counters_and_durations_are_recorded() {
         ("oncegate_in_flight", 2.0),
         ("oncegate_waiting", 1.0),
         ("oncegate_awaiting_claim", 0.0),
+        ("oncegate_isolated", 0.0),
         ("oncegate_store_unavailable", 0.0),
     ] {
         assert_eq!(

@@ -187,7 +187,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     // At most once needs max_age, which cannot be checked without a timestamp.
     let without_timestamp: Vec<&str> = log
         .lines()
-        .filter(|line| line.contains("WARN") && line.contains("message without a timestamp"))
+        .filter(|line| line.contains("WARN") && line.contains("max_age is not checked"))
         .collect();
     assert!(
         matches!(without_timestamp[..], [line, _] if line.contains("origin=q") && line.contains("max_age")),
@@ -288,6 +288,12 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     let not_logged = lines("WARN", "more messages rejected than logged");
     assert_eq!(not_logged.len(), 1, "{not_logged:#?}");
     has(not_logged[0], &["suppressed_lines=50"]);
+    // Each throttle reports its last lines, not only that of rejected messages.
+    let more = lines("WARN", "more events than logged");
+    let more = more
+        .iter()
+        .find(|line| line.contains("message without a timestamp"));
+    has(more.expect("a line"), &["suppressed_lines=1"]);
     let missing = r#"error="no id in the header `id`, or an empty one""#;
     has(
         rejected[0],
@@ -314,7 +320,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
     let queue_full: Vec<&str> = log
         .lines()
-        .filter(|line| line.contains("queue limit reached"))
+        .filter(|line| line.contains("receiving is paused"))
         .collect();
     let [queue_full] = queue_full[..] else {
         panic!("{queue_full:#?}")

@@ -13,6 +13,9 @@ use tracing_subscriber::fmt::MakeWriter;
 /// Longer than any test may take, so that a test fails if it waits for the drain timeout.
 const LONG_DRAIN: Duration = Duration::from_secs(3600);
 
+/// How long a consumer runs at most after its store refused an operation and its handlers ended.
+const END_WITHIN: Duration = Duration::from_secs(1);
+
 /// A memory store that is shared with another program, and whose user may lose its permissions.
 /// Another program has written the keys `unreadable…`, and writes `overwritten…` after the claim.
 #[derive(Clone, Default)]
@@ -81,14 +84,15 @@ fn message(id: &str) -> Message {
 }
 
 /// Writes the log lines of this thread to `log`.
-async fn capture(log: &'static Mutex<Vec<u8>>) -> tracing::subscriber::DefaultGuard {
+fn capture(log: &'static Mutex<Vec<u8>>) -> tracing::subscriber::DefaultGuard {
     let subscriber = tracing_subscriber::fmt()
         .with_ansi(false)
         .with_writer(|| log.make_writer())
         .finish();
     let guard = tracing::subscriber::set_default(subscriber);
-    // A log callsite that another test registers at the same time does not see this subscriber.
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    // A log callsite that another test registers at the same time does not see this subscriber. The
+    // clock may be paused.
+    std::thread::sleep(Duration::from_millis(50));
     tracing::callsite::rebuild_interest_cache();
     guard
 }
@@ -106,10 +110,41 @@ fn consumer(
     consumer.handler(handler).drain_timeout(LONG_DRAIN)
 }
 
-#[tokio::test]
+/// How often the log says that the consumer stops because its store is misconfigured.
+fn stopping_lines(log: &Mutex<Vec<u8>>) -> usize {
+    let log = String::from_utf8(log.lock().expect("no panic").clone()).expect("text");
+    log.matches("store misconfigured, stopping").count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_misconfigured_store_stops_a_consumer_without_handlers_within_a_second() {
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+    let _guard = capture(&LOG);
+    let (broker, store) = (MemoryBroker::new("q"), SharedStore::default());
+    let running = tokio::spawn(
+        consumer(&broker, store.clone(), Waiting::default())
+            .run_until(std::future::pending::<()>()),
+    );
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    store.refuses.store(true, Ordering::SeqCst);
+    let began = tokio::time::Instant::now();
+    for number in 0..2_000 {
+        broker.publish(message(&format!("{number}")));
+    }
+    let ended = running.await.expect("no panic");
+    assert!(
+        matches!(ended, Err(Error::Store(StoreError::Misconfigured(_)))),
+        "{ended:?}"
+    );
+    assert!(began.elapsed() < END_WITHIN, "{:?}", began.elapsed());
+    assert_eq!(broker.unsettled(), 2_000, "nothing is lost");
+    assert_eq!(stopping_lines(&LOG), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended() {
     static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
-    let _guard = capture(&LOG).await;
+    let _guard = capture(&LOG);
     let (broker, store, handler) = (
         MemoryBroker::new("q"),
         SharedStore::default(),
@@ -126,16 +161,15 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
     for number in 0..50 {
         broker.publish(message(&format!("new-{number}")));
     }
-    while store.refused_claims.load(Ordering::SeqCst) == 0 {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    assert!(store.refused_claims.load(Ordering::SeqCst) > 0);
     assert!(!running.is_finished(), "running handlers may finish");
     handler.may_end.notify_waiters();
-    // Less than any timeout of a stop: nothing is waited for.
-    let ended = tokio::time::timeout(defaults::STOP_TIMEOUT, running)
+    let ended = tokio::time::timeout(END_WITHIN, running)
         .await
         .expect("at once")
         .expect("no panic");
+    assert_eq!(stopping_lines(&LOG), 1);
     assert!(
         matches!(ended, Err(Error::Store(StoreError::Misconfigured(_)))),
         "{ended:?}"
@@ -174,7 +208,7 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
 #[tokio::test]
 async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
     static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
-    let _guard = capture(&LOG).await;
+    let _guard = capture(&LOG);
     let broker = MemoryBroker::new("q");
     broker.publish(message("unreadable-1"));
     let all = broker.clone();

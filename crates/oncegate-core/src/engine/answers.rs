@@ -9,6 +9,7 @@ use super::late::LateCompletions;
 use super::store_batcher::AnsweredBatch;
 use super::suspects::Suspects;
 use crate::boot_time::BootTime;
+use crate::clock::now;
 use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
 use crate::lifecycle::{ClaimTries, Event, Outage, Stage};
@@ -29,7 +30,7 @@ impl Engine {
         if std::mem::take(&mut self.drops_unsent_claims) {
             self.drop_unsent_claims();
         }
-        let now = Instant::now();
+        let now = now();
         let Some(max_batches) = self.batcher.max_batches(now) else {
             if self.policy.outage == Outage::PassThrough {
                 for slot in self.batcher.take_claims() {

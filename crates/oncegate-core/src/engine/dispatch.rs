@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::entry::{
     ClaimState, InFlightEntry, Occupancy, Phase, has_running_task, may_count_crash,
@@ -15,6 +15,7 @@ use super::runs::{FinishedRun, RunKind, RunTicket, StartedRun};
 use super::{Clock, Engine};
 
 use crate::boot_time::BootTime;
+use crate::clock::now;
 use crate::context::{Context, SharedDelivery};
 use crate::driver::DriverCommand;
 use crate::fault;
@@ -418,8 +419,7 @@ impl Engine {
     fn wake(&mut self, slot: Slot, after: Duration) {
         if let Some(entry) = self.intake.at_mut(slot) {
             entry.generation += 1;
-            self.timers
-                .set(slot, entry.generation, Instant::now(), after);
+            self.timers.set(slot, entry.generation, now(), after);
         }
     }
 
@@ -605,7 +605,7 @@ impl Engine {
 
     /// Processes the alarms that are due.
     pub(super) fn fire_alarms(&mut self) {
-        let now = Instant::now();
+        let now = now();
         while let Some((slot, generation)) = self.timers.pop_due(now) {
             let Some(entry) = self
                 .intake

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use hashbrown::HashMap;
 
+use crate::clock::now;
 use crate::id::Key;
 use crate::marker::Operation;
 
@@ -29,7 +30,7 @@ impl LateCompletions {
         Self {
             queue: VecDeque::new(),
             pending: HashMap::new(),
-            due: Instant::now(),
+            due: now(),
         }
     }
 

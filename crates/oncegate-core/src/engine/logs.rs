@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::entry::InFlightEntry;
+use crate::clock::now;
 use crate::id::MessageId;
 use crate::lifecycle::{DoubtCause, Event, Outcome, Reason, Settlement, Stage};
 use crate::log_throttle::LogThrottle;
@@ -12,8 +13,7 @@ use crate::run::RunResult;
 use crate::source::Settled;
 use crate::store::StoreError;
 
-/// The throttles of the log lines. Lines about an unavailable store and about an unavailable
-/// database of an inbox share one.
+/// The throttles of the log lines: one for each kind, so that a frequent kind hides no other.
 pub(super) struct Logs {
     unavailable: LogThrottle,
     late_completions_full: LogThrottle,
@@ -23,6 +23,9 @@ pub(super) struct Logs {
     in_doubt: LogThrottle,
     panicked: LogThrottle,
     failed: LogThrottle,
+    timed_out: LogThrottle,
+    outcome_unknown: LogThrottle,
+    database_unavailable: LogThrottle,
     reconciled: LogThrottle,
     taken_over: LogThrottle,
     possible_crash_loop: LogThrottle,
@@ -36,7 +39,9 @@ pub(super) struct Logs {
 /// fail at once is logged message by message.
 const MAX_LINES: u32 = 100;
 /// The period of [`MAX_LINES`].
-pub(super) const PERIOD: Duration = Duration::from_secs(10);
+const PERIOD: Duration = Duration::from_secs(10);
+/// The longest period of a throttle.
+pub(super) const LONGEST_PERIOD: Duration = Duration::from_secs(600);
 /// The maximum number of lines about unrecorded outcomes per second. They are logged only when a
 /// consumer ends, for each delivery in flight.
 const MAX_NOT_RECORDED: u32 = 1000;
@@ -49,11 +54,15 @@ impl Logs {
             queue_full,
             unknown_age,
             failed,
-        ] = [10, 10, 10, 600, 1].map(|seconds| LogThrottle::every(Duration::from_secs(seconds)));
+            database_unavailable,
+        ] = [10, 10, 10, 600, 1, 10]
+            .map(|seconds| LogThrottle::every(Duration::from_secs(seconds)));
         let [
             rejected,
             in_doubt,
             panicked,
+            timed_out,
+            outcome_unknown,
             reconciled,
             taken_over,
             possible_crash_loop,
@@ -70,6 +79,9 @@ impl Logs {
             in_doubt,
             panicked,
             failed,
+            timed_out,
+            outcome_unknown,
+            database_unavailable,
             reconciled,
             taken_over,
             possible_crash_loop,
@@ -90,7 +102,7 @@ impl Logs {
         } else {
             &mut self.rejected
         };
-        let Some(suppressed_lines) = throttle.due(Instant::now()) else {
+        let Some(suppressed_lines) = throttle.due(now()) else {
             return;
         };
         let failure_history = settled.failure_history.as_deref();
@@ -132,28 +144,68 @@ impl Logs {
         }
     }
 
-    /// When [`log_suppressed`](Self::log_suppressed) has something to log.
-    pub(super) fn report_at(&self) -> Option<Instant> {
-        let (rejected, in_doubt) = (self.rejected.report_at(), self.in_doubt.report_at());
-        rejected.into_iter().chain(in_doubt).min()
+    /// All throttles, each with its lines.
+    fn throttles(&mut self) -> [(&mut LogThrottle, Lines); 18] {
+        use Lines::{InDoubt, Info, Rejected, Warn};
+        // Without `..`, so that a new throttle is not left out.
+        let Self {
+            unavailable,
+            late_completions_full,
+            queue_full,
+            unknown_age,
+            rejected,
+            in_doubt,
+            panicked,
+            failed,
+            timed_out,
+            outcome_unknown,
+            database_unavailable,
+            reconciled,
+            taken_over,
+            possible_crash_loop,
+            held_elsewhere,
+            lease_lost,
+            handler_dropped,
+            not_recorded,
+        } = self;
+        [
+            (rejected, Rejected),
+            (in_doubt, InDoubt),
+            (unavailable, Warn("store unavailable")),
+            (late_completions_full, Warn("completion not recorded")),
+            (queue_full, Warn("queue limit reached")),
+            (unknown_age, Warn("message without a timestamp")),
+            (panicked, Warn("handler panicked")),
+            (failed, Warn("handler failed without an effect")),
+            (timed_out, Warn("handler timed out")),
+            (
+                outcome_unknown,
+                Warn("handler failed, its outcome is unknown"),
+            ),
+            (database_unavailable, Warn("transaction not begun")),
+            (reconciled, Info("reconcile ended or panicked")),
+            (taken_over, Info("message taken over")),
+            (possible_crash_loop, Warn("possible crash loop")),
+            (held_elsewhere, Info("message waits")),
+            (lease_lost, Warn("lease lost")),
+            (handler_dropped, Warn("handler dropped")),
+            (not_recorded, Warn("outcome not recorded")),
+        ]
     }
 
-    /// Logs how many lines about rejected messages were suppressed, if no later line of their kind
-    /// has reported that.
+    /// When [`log_suppressed`](Self::log_suppressed) has something to log.
+    pub(super) fn report_at(&mut self) -> Option<Instant> {
+        let throttles = self.throttles();
+        throttles.iter().filter_map(|(it, _)| it.report_at()).min()
+    }
+
+    /// Logs how many lines of each kind were suppressed, if no other line of that kind followed.
     pub(super) fn log_suppressed(&mut self, now: Instant) {
-        let rejected = self.rejected.take_suppressed(now);
-        if rejected > 0 {
-            tracing::warn!(
-                suppressed_lines = rejected,
-                "more messages rejected than logged: see them with `oncegate dead-letters list`"
-            );
-        }
-        let in_doubt = self.in_doubt.take_suppressed(now);
-        if in_doubt > 0 {
-            tracing::warn!(
-                suppressed_lines = in_doubt,
-                "more messages in doubt than logged: see them with `oncegate in-doubt list`"
-            );
+        for (throttle, lines) in self.throttles() {
+            let suppressed_lines = throttle.take_suppressed(now);
+            if suppressed_lines > 0 {
+                lines.log_suppressed(suppressed_lines);
+            }
         }
     }
 
@@ -162,12 +214,14 @@ impl Logs {
     pub(super) fn run_failed(&mut self, entry: &InFlightEntry, finished: &RunResult) {
         let throttle = match finished.event {
             Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => &mut self.panicked,
-            Event::Returned(Outcome::Retry | Outcome::Unknown(_)) => &mut self.failed,
-            Event::Returned(Outcome::Unavailable) => &mut self.unavailable,
+            Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)) => &mut self.timed_out,
+            Event::Returned(Outcome::Unknown(_)) => &mut self.outcome_unknown,
+            Event::Returned(Outcome::Retry) => &mut self.failed,
+            Event::Returned(Outcome::Unavailable) => &mut self.database_unavailable,
             Event::Reconciled(_) => &mut self.reconciled,
             _ => return,
         };
-        let Some(suppressed_lines) = throttle.due(Instant::now()) else {
+        let Some(suppressed_lines) = throttle.due(now()) else {
             return;
         };
         let (id, attempt) = (entry.id().map(MessageId::as_str), entry.attempt());
@@ -215,7 +269,7 @@ impl Logs {
 
     /// Logs, in at most once, that `max_age` is not checked because a message has no timestamp.
     pub(super) fn unknown_age(&mut self, message: &Message) {
-        if let Some(suppressed_lines) = self.unknown_age.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.unknown_age.due(now()) {
             tracing::warn!(
                 origin = %message.origin,
                 suppressed_lines,
@@ -227,7 +281,7 @@ impl Logs {
 
     /// Logs that the consumer receives nothing, because too many deliveries are queued.
     pub(super) fn queue_full(&mut self, queued: usize, bytes: usize) {
-        if let Some(suppressed_lines) = self.queue_full.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.queue_full.due(now()) {
             tracing::warn!(
                 queued,
                 bytes,
@@ -239,7 +293,7 @@ impl Logs {
 
     /// Logs that the store did not answer an operation.
     pub(super) fn unavailable(&mut self, error: &StoreError, in_flight: usize) {
-        if let Some(suppressed_lines) = self.unavailable.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.unavailable.due(now()) {
             tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
         }
     }
@@ -247,7 +301,7 @@ impl Logs {
     /// Logs that the completion of a message that was handled without the store will not be
     /// recorded.
     pub(super) fn late_completions_full(&mut self) {
-        if let Some(suppressed_lines) = self.late_completions_full.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.late_completions_full.due(now()) {
             tracing::warn!(
                 suppressed_lines,
                 "completion not recorded: too many messages were handled without the store; a redelivery of this one runs again"
@@ -257,7 +311,7 @@ impl Logs {
 
     /// Logs that the claim of a message took over a lease that ended without a recorded outcome.
     pub(super) fn taken_over(&mut self, entry: &InFlightEntry, attempts: Attempts) {
-        if let Some(suppressed_lines) = self.taken_over.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.taken_over.due(now()) {
             let (id, origin) = id_and_origin(entry);
             let Attempts {
                 number: attempt,
@@ -277,7 +331,7 @@ impl Logs {
 
     /// Logs that the lease of a message ended while its handler or `reconcile` ran.
     pub(super) fn lease_lost(&mut self, entry: &InFlightEntry) {
-        if let Some(suppressed_lines) = self.lease_lost.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.lease_lost.due(now()) {
             let (id, origin) = id_and_origin(entry);
             let attempt = entry.attempt();
             tracing::warn!(
@@ -292,7 +346,7 @@ impl Logs {
 
     /// Logs that the handler of a message still ran at the end of the drain timeout.
     pub(super) fn handler_dropped(&mut self, entry: &InFlightEntry) {
-        if let Some(suppressed_lines) = self.handler_dropped.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.handler_dropped.due(now()) {
             let (id, origin) = id_and_origin(entry);
             let attempt = entry.attempt();
             tracing::warn!(
@@ -320,7 +374,7 @@ impl Logs {
             New(_) | Claiming(..) | AwaitingClaim(..) | ClaimingInDrain(_) | Withdrawing(..)
             | Ready(_) | WithoutClaim(_) | Settled => return,
         };
-        let Some(suppressed_lines) = self.not_recorded.due(Instant::now()) else {
+        let Some(suppressed_lines) = self.not_recorded.due(now()) else {
             return;
         };
         let (id, origin) = id_and_origin(entry);
@@ -351,7 +405,7 @@ impl Logs {
         attempts: Attempts,
         max_crashes: u32,
     ) {
-        if let Some(suppressed_lines) = self.possible_crash_loop.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.possible_crash_loop.due(now()) {
             let (id, origin) = id_and_origin(entry);
             let Attempts {
                 number: attempt,
@@ -372,9 +426,40 @@ impl Logs {
 
     /// Logs that a message waits because another delivery holds its id.
     pub(super) fn held_elsewhere(&mut self, entry: &InFlightEntry, remaining: Duration) {
-        if let Some(suppressed_lines) = self.held_elsewhere.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.held_elsewhere.due(now()) {
             let (id, origin) = id_and_origin(entry);
             tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another delivery holds the lease of its id, or held it when its process crashed");
+        }
+    }
+}
+
+/// The lines of one throttle: how they begin, and their level.
+#[derive(Clone, Copy)]
+enum Lines {
+    Rejected,
+    InDoubt,
+    Warn(&'static str),
+    Info(&'static str),
+}
+
+impl Lines {
+    #[cold]
+    fn log_suppressed(self, suppressed_lines: u64) {
+        match self {
+            Self::Rejected => tracing::warn!(
+                suppressed_lines,
+                "more messages rejected than logged: see them with `oncegate dead-letters list`"
+            ),
+            Self::InDoubt => tracing::warn!(
+                suppressed_lines,
+                "more messages in doubt than logged: see them with `oncegate in-doubt list`"
+            ),
+            Self::Warn(lines) => tracing::warn!(
+                suppressed_lines,
+                lines,
+                "more events than logged: see the last line that begins as `lines` says"
+            ),
+            Self::Info(lines) => tracing::info!(suppressed_lines, lines, "more events than logged"),
         }
     }
 }
@@ -383,4 +468,45 @@ impl Logs {
 fn id_and_origin(entry: &InFlightEntry) -> (Option<&str>, &Origin) {
     let id = entry.id().map(MessageId::as_str);
     (id, &entry.in_flight.message().origin)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use tracing_subscriber::fmt::MakeWriter;
+
+    use super::*;
+
+    #[test]
+    fn the_last_suppressed_lines_of_each_kind_are_reported() {
+        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        let subscriber = tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_writer(|| LOG.make_writer())
+            .finish();
+        let _guard = tracing::subscriber::set_default(subscriber);
+        let (mut logs, start) = (Logs::new(), Instant::now());
+        assert_eq!(logs.report_at(), None);
+        let mut fields = Vec::new();
+        for (throttle, lines) in logs.throttles() {
+            while throttle.due(start).is_some() {}
+            fields.push(match lines {
+                Lines::Rejected => "more messages rejected than logged".to_owned(),
+                Lines::InDoubt => "more messages in doubt than logged".to_owned(),
+                Lines::Warn(lines) | Lines::Info(lines) => format!("lines=\"{lines}\""),
+            });
+        }
+        let first = logs.report_at().expect("a time");
+        assert_eq!(first, start + Duration::from_secs(1));
+        logs.log_suppressed(start + LONGEST_PERIOD);
+        assert_eq!(logs.report_at(), None);
+        let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
+        for field in &fields {
+            let lines: Vec<&str> = log.lines().filter(|line| line.contains(field)).collect();
+            assert_eq!(lines.len(), 1, "{field} in {log}");
+            assert!(lines[0].contains("suppressed_lines=1"), "{}", lines[0]);
+        }
+        assert_eq!(log.lines().count(), fields.len(), "{log}");
+    }
 }

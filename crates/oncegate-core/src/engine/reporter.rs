@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 use super::entry::{InFlightEntry, Phase, has_running_task};
 use super::intake::Intake;
 use super::logs::Logs;
+use super::suspects::Suspects;
 use crate::boot_time::BootTime;
+use crate::clock::now;
 use crate::consumer_metrics::{ConsumerMetrics, GaugeValues};
 use crate::context::SharedDelivery;
-use crate::lifecycle::{Event, Freshness, Outcome, Reason, Settlement};
+use crate::lifecycle::{Event, Freshness, Outcome, Reason, Settlement, Stage};
 use crate::marker::Guarantee;
 use crate::message::Message;
 use crate::outcome::Outcomes;
@@ -35,7 +37,7 @@ impl Reporter {
             metrics: ConsumerMetrics::new(),
             logs: Logs::new(),
             status,
-            next_status_at: Instant::now(),
+            next_status_at: now(),
         }
     }
 
@@ -114,22 +116,33 @@ impl Reporter {
     }
 
     /// When [`observe`](Self::observe) has to be called at the latest.
-    pub(super) fn next_report_at(&self) -> Option<Instant> {
+    pub(super) fn next_report_at(&mut self) -> Option<Instant> {
         let next_status = self.status.is_some().then_some(self.next_status_at);
         next_status.into_iter().chain(self.logs.report_at()).min()
     }
 
     /// Updates the gauges, and the status if it is due. Logs a full queue and suppressed lines.
-    pub(super) fn observe(&mut self, now: Instant, intake: &Intake, unavailable_stores: usize) {
+    pub(super) fn observe(
+        &mut self,
+        now: Instant,
+        intake: &Intake,
+        suspects: &Suspects,
+        unavailable_stores: usize,
+    ) {
         if let Some((queued, bytes)) = intake.full_queue() {
             self.logs.queue_full(queued, bytes);
         }
         self.logs.log_suppressed(now);
         let (in_flight, waiting) = (intake.in_flight(), intake.count(Phase::Queued));
+        let isolated = suspects.count(|slot| {
+            let entry = intake.at(slot);
+            entry.is_some_and(|entry| matches!(entry.stage(), Stage::New(_)))
+        });
         self.metrics.set_gauges(GaugeValues {
             in_flight,
             waiting,
             awaiting_claim: intake.count(Phase::AwaitingClaim),
+            isolated,
             unavailable_stores,
         });
         let Some(status) = &self.status else { return };
@@ -143,7 +156,7 @@ impl Reporter {
             let age = intake.at(slot)?.arrived.elapsed_at(boot);
             Some((now.checked_sub(age)?, slot))
         });
-        status.publish(in_flight, waiting, all.collect(), |slot| {
+        status.publish(in_flight, waiting, isolated, all.collect(), |slot| {
             let entry = intake.at(slot)?;
             Some(InFlightDelivery {
                 id: entry.id().cloned(),

@@ -11,6 +11,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use super::late::LateCompletions;
 use crate::boot_time::BootTime;
 use crate::breaker::{Breaker, BreakerState};
+use crate::clock::now;
 use crate::fault;
 use crate::marker::{Ask, Operation, Verdict};
 use crate::slots::Slot;
@@ -278,7 +279,7 @@ async fn apply(
     operations: Vec<Operation>,
     claims: usize,
 ) -> AnsweredBatch {
-    let (sent, began) = (BootTime::now(), Instant::now());
+    let (sent, began) = (BootTime::now(), now());
     fault::before(&operations);
     let mut answers = store.apply(&operations).await;
     fault::after(&operations);

@@ -48,6 +48,13 @@ impl Suspects {
         self.admitted.iter().map(|(slot, _)| *slot)
     }
 
+    /// How many suspects are admitted or wait. `still_waits` returns whether a delivery that waited
+    /// still does.
+    pub(super) fn count(&self, still_waits: impl Fn(Slot) -> bool) -> usize {
+        let waiting = self.waiting.iter().filter(|slot| still_waits(**slot));
+        self.admitted.len() + waiting.count()
+    }
+
     /// Whether this delivery must not be claimed now, because suspects are admitted and it is not
     /// one of them.
     pub(super) fn excludes(&self, slot: Slot) -> bool {

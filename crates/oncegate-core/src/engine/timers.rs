@@ -18,10 +18,10 @@ pub(super) struct Timers {
 }
 
 impl Timers {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(jitter_seed: Option<u64>) -> Self {
         Self {
             alarms: BinaryHeap::new(),
-            jitter: Token::random().0 as u64 | 1,
+            jitter: jitter_seed.unwrap_or_else(|| Token::random().0 as u64) | 1,
         }
     }
 
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn alarms_are_due_in_order_within_a_quarter_of_their_time() {
-        let (mut timers, now) = (Timers::new(), Instant::now());
+        let (mut timers, now) = (Timers::new(None), Instant::now());
         let mut slots = Slots::new(2);
         let (late, early) = (slots.insert(()), slots.insert(()));
         let second = Duration::from_secs(1);
