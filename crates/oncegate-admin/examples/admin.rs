@@ -24,6 +24,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let metrics = Metrics::install()?; // before the first consumer is built
     let errors = LastErrors::new();
     tracing_subscriber::registry()
+        .with(tracing_subscriber::filter::LevelFilter::INFO)
         .with(tracing_subscriber::fmt::layer())
         .with(errors.clone())
         .init();

@@ -22,8 +22,8 @@ const MESSAGE_FIELDS: &[&str] = &["id", "key", "origin"];
 /// them.
 ///
 /// A layer for `tracing-subscriber`: add it to the registry, and pass a clone to
-/// [`Admin::last_errors`](crate::Admin::last_errors). It receives the events that earlier filters
-/// let through.
+/// [`Admin::last_errors`](crate::Admin::last_errors). Add a level filter for all layers, too: without
+/// one, a registry enables every level of every crate, message bodies in the log of lapin included.
 ///
 /// Omits error texts and panic messages of handlers, because they may quote a payload.
 ///
@@ -32,7 +32,9 @@ const MESSAGE_FIELDS: &[&str] = &["id", "key", "origin"];
 /// use tracing_subscriber::layer::SubscriberExt;
 ///
 /// let errors = LastErrors::new();
-/// let subscriber = tracing_subscriber::registry().with(errors.clone());
+/// let subscriber = tracing_subscriber::registry()
+///     .with(tracing_subscriber::filter::LevelFilter::INFO)
+///     .with(errors.clone());
 /// let admin = Admin::new().last_errors(errors);
 /// ```
 #[derive(Clone, Default)]

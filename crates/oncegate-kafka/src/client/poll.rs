@@ -259,9 +259,9 @@ fn restart_recreated_topics(consumer: &GroupConsumer, shared: &SharedState) {
         let partitions = shared.restart_topic(&topic, context.topics.identity(&topic));
         metrics::counter!(crate::metric::TOPICS_RECREATED).increment(partitions as u64);
         match context.out_of_range {
-            // No assignment was made before the change. An assignment that is made after it reports
-            // the error itself.
-            OutOfRange::Error if partitions == 0 => {}
+            // No assignment was made before the change: another member reads the topic, it is only
+            // a destination of dead letters, or an assignment that is made later reports the change.
+            _ if partitions == 0 => {}
             OutOfRange::Error => shared.fail(start_position::recreated(&topic)),
             OutOfRange::Earliest => {
                 tracing::error!(
