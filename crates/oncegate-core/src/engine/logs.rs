@@ -145,8 +145,8 @@ impl Logs {
     }
 
     /// All throttles, each with its lines.
-    fn throttles(&mut self) -> [(&mut LogThrottle, Lines); 18] {
-        use Lines::{InDoubt, Info, Rejected, Warn};
+    fn throttles(&mut self) -> [(&mut LogThrottle, SuppressedKind); 18] {
+        use SuppressedKind::{InDoubt, Info, Rejected, Warn};
         // Without `..`, so that a new throttle is not left out.
         let Self {
             unavailable,
@@ -435,14 +435,14 @@ impl Logs {
 
 /// The lines of one throttle: how they begin, and their level.
 #[derive(Clone, Copy)]
-enum Lines {
+enum SuppressedKind {
     Rejected,
     InDoubt,
     Warn(&'static str),
     Info(&'static str),
 }
 
-impl Lines {
+impl SuppressedKind {
     #[cold]
     fn log_suppressed(self, suppressed_lines: u64) {
         match self {
@@ -492,9 +492,9 @@ mod tests {
         for (throttle, lines) in logs.throttles() {
             while throttle.due(start).is_some() {}
             fields.push(match lines {
-                Lines::Rejected => "more messages rejected than logged".to_owned(),
-                Lines::InDoubt => "more messages in doubt than logged".to_owned(),
-                Lines::Warn(lines) | Lines::Info(lines) => format!("lines=\"{lines}\""),
+                SuppressedKind::Rejected => "more messages rejected than logged".to_owned(),
+                SuppressedKind::InDoubt => "more messages in doubt than logged".to_owned(),
+                SuppressedKind::Warn(lines) | SuppressedKind::Info(lines) => format!("lines=\"{lines}\""),
             });
         }
         let first = logs.report_at().expect("a time");
