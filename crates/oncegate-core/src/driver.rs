@@ -110,7 +110,7 @@ impl LifecycleDriver {
     }
 
     /// Processes an event by other rules than
-    /// [`lifecycle::transition`](crate::lifecycle::transition), for a checker that verifies that it
+    /// `lifecycle::transition`, for a checker that verifies that it
     /// detects wrong rules.
     #[inline]
     pub fn handle_by(

@@ -23,7 +23,7 @@ use crate::store::{Store, StoreError};
 /// Runs any work once per id: a cron job, an HTTP call, a cache refresh, a one-time migration.
 ///
 /// It uses the same two functions as the consumer: [`marker::apply`](crate::marker::apply) in the
-/// store, and [`lifecycle::transition`](crate::lifecycle::transition). Clones share the gate.
+/// store, and `lifecycle::transition`. Clones share the gate.
 #[derive(Clone)]
 pub struct Gate(Arc<GateInner>);
 

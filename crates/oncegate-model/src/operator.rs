@@ -2,7 +2,7 @@
 //! read the marker, apply an operation to that marker, publish a copy, remove the dead letter. Any
 //! other action may happen between two steps.
 
-use oncegate_core::lifecycle::Stage;
+use oncegate_core::internal::lifecycle::Stage;
 use oncegate_core::marker::{
     Ask, Doubt, Effect, Finding, Guarantee, Marker, Token, UNKNOWN_ATTEMPT, Verdict,
 };

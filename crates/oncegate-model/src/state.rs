@@ -2,8 +2,8 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use oncegate_core::driver::LifecycleDriver;
-use oncegate_core::lifecycle::Outcome;
+use oncegate_core::internal::driver::LifecycleDriver;
+use oncegate_core::internal::lifecycle::Outcome;
 use oncegate_core::marker::{Ask, Doubt, Effect, Finding, Guarantee, Marker, Token, Verdict};
 
 /// How often each fault may still occur.

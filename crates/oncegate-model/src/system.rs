@@ -4,10 +4,9 @@
 
 use std::time::Duration;
 
-use oncegate_core::driver::{DriverCommand, LifecycleDriver};
-use oncegate_core::lifecycle::{
-    self, Action, Event, Freshness, History, Outage, Policy, Reason, Settlement, Stage,
-};
+use oncegate_core::internal::driver::{DriverCommand, LifecycleDriver};
+use oncegate_core::internal::lifecycle::{self, Action, Event, Freshness, History, Policy, Stage};
+use oncegate_core::lifecycle::{Outage, Reason, Settlement};
 use oncegate_core::marker::{
     self, Age, Ask, Change, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
 };

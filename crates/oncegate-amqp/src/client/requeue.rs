@@ -9,7 +9,7 @@
 //! - Stays.
 
 use lapin::options::{BasicNackOptions, BasicRejectOptions};
-use oncegate_core::fault;
+use oncegate_core::internal::fault;
 
 use crate::client::close_delay::CloseDelay;
 use crate::client::session::ConsumerSession;

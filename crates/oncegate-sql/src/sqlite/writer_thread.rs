@@ -5,8 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
+use oncegate_core::internal::fault;
 use oncegate_core::marker::{Marker, Operation, Verdict};
-use oncegate_core::{Key, Persistence, fault};
+use oncegate_core::{Key, Persistence};
 use rusqlite::Connection;
 use tokio::sync::oneshot;
 

@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use oncegate::internal::fault;
 use oncegate::source::Connect;
 use oncegate::{
     Consumer, Context, Failure, FailureExt, Handler, IdSource, Reconciled, Redis, Rejects, Sqlite,
-    Store, Topology, fault,
+    Store, Topology,
 };
 
 use super::store_faults::{FaultyStore, StallRecorder, StoreFault};

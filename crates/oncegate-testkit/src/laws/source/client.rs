@@ -2,9 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::lifecycle::{
-    self, Action, ClaimTries, Event, Freshness, History, Policy, Settlement, Stage,
+use oncegate_core::internal::lifecycle::{
+    self, Action, ClaimTries, Event, Freshness, History, Policy, Stage,
 };
+use oncegate_core::lifecycle::Settlement;
 use oncegate_core::marker::Verdict;
 use oncegate_core::source::RetryDelays;
 use oncegate_core::{
