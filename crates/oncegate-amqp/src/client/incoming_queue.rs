@@ -143,15 +143,7 @@ mod tests {
     use super::*;
 
     fn delivery(epoch: u64, position: u64) -> Delivery {
-        Delivery {
-            message: Message::new("12345"),
-            receipt: Receipt {
-                epoch,
-                partition: 0,
-                position,
-            },
-            failures: 0,
-        }
+        Delivery::new(Message::new("12345"), Receipt::new(epoch, position))
     }
 
     fn summarize(incoming: &[Incoming]) -> Vec<(u64, Option<u64>)> {
@@ -170,7 +162,7 @@ mod tests {
         bytes: usize,
     ) -> Option<Vec<(u64, Option<u64>)>> {
         let mut into = Vec::new();
-        let receiving = receiver.receive(Limit { count, bytes }, &mut into);
+        let receiving = receiver.receive(Limit::new(count, bytes), &mut into);
         match tokio::time::timeout(std::time::Duration::from_millis(20), receiving).await {
             Ok(outcome) => outcome.ok().map(|()| summarize(&into)),
             Err(_) => Some(Vec::new()),

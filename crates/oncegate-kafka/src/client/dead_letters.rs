@@ -450,21 +450,10 @@ mod tests {
         builder.push(b"oncegate-id\xff", Some(b"victim"));
         // Header names are case-sensitive.
         builder.push(b"Oncegate-Id", Some(b"mine"));
-        let message = Message {
-            headers: builder.finish(),
-            ..Message::new("body")
-        };
-        let receipt = Receipt {
-            epoch: 1,
-            partition: 0,
-            position: 0,
-        };
+        let message = Message::new("body").with_headers(builder.finish());
+        let receipt = Receipt::new(1, 0);
         let rejected = RejectedDelivery {
-            delivery: Delivery {
-                message,
-                receipt,
-                failures: 0,
-            },
+            delivery: Delivery::new(message, receipt),
             reason: Reason::TooLarge,
             failure_history: None,
         };
