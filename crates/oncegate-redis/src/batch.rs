@@ -74,7 +74,6 @@ pub(crate) async fn apply(
     detector: Option<&LossDetector>,
     durability: Durability,
     prefix: &[u8],
-    script_only: bool,
     operations: &[Operation],
     answers: Vec<Option<VerdictResult>>,
 ) -> Vec<Result<Verdict, StoreError>> {
@@ -83,7 +82,6 @@ pub(crate) async fn apply(
         detector,
         durability,
         prefix,
-        script_only,
         operations,
         answers,
         refresh: TopologyRefresh::of(router),
@@ -138,8 +136,6 @@ struct OperationBatch<'a> {
     detector: Option<&'a LossDetector>,
     durability: Durability,
     prefix: &'a [u8],
-    /// Whether the script is also used where a conditional command would do.
-    script_only: bool,
     operations: &'a [Operation],
     answers: Vec<Option<VerdictResult>>,
     refresh: TopologyRefresh<'a>,
@@ -310,7 +306,6 @@ impl OperationBatch<'_> {
         let mut by_script = Vec::new();
         for index in call {
             match known.use_for(&self.operations[index]) {
-                _ if self.script_only => by_script.push(index),
                 SendPlan::All(conditional) => {
                     commands.push(BatchCommand::Conditional(conditional, index));
                 }

@@ -61,7 +61,6 @@ pub struct Redis {
     loss_detector: Arc<LossDetector>,
     prefix: Arc<[u8]>,
     data_loss: DataLossPolicy,
-    pub(crate) script_only: bool,
 }
 
 /// How at most once treats a server that may lose, or has lost, data.
@@ -131,7 +130,6 @@ impl Redis {
             loss_detector,
             prefix: PREFIX.as_bytes().into(),
             data_loss: DataLossPolicy::Pause,
-            script_only: false,
         }
     }
 
@@ -382,7 +380,6 @@ impl Store for Redis {
             detector,
             self.durability,
             &self.prefix,
-            self.script_only,
             operations,
             answers,
         )
