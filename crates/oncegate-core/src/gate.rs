@@ -4,9 +4,10 @@ mod builder;
 mod run;
 
 use std::future::Future;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
+use crate::internal::Lock;
 pub use builder::GateBuilder;
 use run::GuardedRun;
 
@@ -34,10 +35,10 @@ struct GateInner {
     when_held: WhenHeld,
     outcomes: Outcomes,
     /// Shared by all runs, so that together they send an unavailable store a few requests a second.
-    breaker: Mutex<Breaker>,
+    breaker: Lock<Breaker>,
     renewals: Arc<Renewals>,
     /// One slot for each current run: the number under which its lease is renewed.
-    slots: Mutex<Slots<()>>,
+    slots: Lock<Slots<()>>,
 }
 
 /// What [`Gate::run`] does if another process or task runs the same id at this moment.
@@ -154,7 +155,7 @@ impl GateInner {
     }
 
     fn breaker(&self) -> MutexGuard<'_, Breaker> {
-        self.breaker.lock().unwrap_or_else(PoisonError::into_inner)
+        self.breaker.lock()
     }
 }
 

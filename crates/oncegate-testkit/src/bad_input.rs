@@ -3,11 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, MutexGuard, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use oncegate_core::internal::Lock;
 use oncegate_core::{
     Connect, Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, MemoryStore,
     Message, Store,
@@ -170,9 +171,9 @@ pub struct BadInputConsumer {
 /// The number of effects of each row, and the threads that the handler started.
 #[derive(Clone, Default)]
 struct RowEffects {
-    of_rows: Arc<Mutex<BTreeMap<usize, usize>>>,
+    of_rows: Arc<Lock<BTreeMap<usize, usize>>>,
     /// Threads that run until their sender is dropped.
-    background_threads: Arc<Mutex<Vec<BackgroundThread>>>,
+    background_threads: Arc<Lock<Vec<BackgroundThread>>>,
 }
 
 /// The sender that ends a thread, and the thread.
@@ -180,16 +181,11 @@ type BackgroundThread = (mpsc::Sender<()>, JoinHandle<()>);
 
 impl RowEffects {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, usize>> {
-        self.of_rows.lock().unwrap_or_else(PoisonError::into_inner)
+        self.of_rows.lock()
     }
 
     fn take_background_threads(&self) -> Vec<BackgroundThread> {
-        std::mem::take(
-            &mut *self
-                .background_threads
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner),
-        )
+        std::mem::take(&mut *self.background_threads.lock())
     }
 }
 
@@ -206,10 +202,7 @@ impl Handler for RowEffects {
                 let thread = std::thread::spawn(move || {
                     let _ = stopped.recv();
                 });
-                self.background_threads
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push((stop, thread));
+                self.background_threads.lock().push((stop, thread));
             }
             _ => {}
         }
@@ -493,12 +486,12 @@ impl ObservedOutcome {
 
 /// Counters by their name and the values of their labels, separated by spaces.
 #[derive(Clone, Default)]
-struct Counters(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
+struct Counters(Arc<Lock<BTreeMap<String, Arc<AtomicU64>>>>);
 
 impl Counters {
     /// The gate's counter of this outcome.
     fn of(&self, outcome: &str) -> u64 {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.0.lock();
         all.get(&format!("oncegate_deliveries_total {outcome}"))
             .map_or(0, |count| count.load(Ordering::SeqCst))
     }
@@ -515,13 +508,7 @@ impl Recorder for Counters {
         let name = key.labels().fold(key.name().to_owned(), |name, label| {
             format!("{name} {}", label.value())
         });
-        Counter::from_arc(Arc::clone(
-            self.0
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .entry(name)
-                .or_default(),
-        ))
+        Counter::from_arc(Arc::clone(self.0.lock().entry(name).or_default()))
     }
 
     fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {

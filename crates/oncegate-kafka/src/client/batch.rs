@@ -21,11 +21,12 @@ mod log_queue;
 
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{self, NonNull};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use oncegate_core::Headers;
+use oncegate_core::internal::Lock;
 use rdkafka::bindings as native;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::RDKafkaErrorCode;
@@ -33,7 +34,6 @@ use rdkafka::message::BorrowedMessage;
 use rdkafka::types::RDKafkaRespErr;
 
 use self::log_queue::LogQueue;
-use super::lock;
 
 /// Maximum number of messages per read.
 pub(crate) const MAX_BATCH: usize = 256;
@@ -48,7 +48,7 @@ pub(crate) struct MessageQueue<C: ConsumerContext + 'static> {
     log_queue: LogQueue<C>,
     consumer: Arc<BaseConsumer<C>>,
     /// Partitions whose queues are not forwarded to this one, because they are full.
-    held_back: Mutex<Vec<(Arc<str>, i32)>>,
+    held_back: Lock<Vec<(Arc<str>, i32)>>,
 }
 
 // SAFETY: invariant 2; the consumer is `Send` and `Sync` by itself.
@@ -96,7 +96,7 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
             native: NonNull::new(queue)?,
             log_queue: LogQueue::new(consumer)?,
             consumer: consumer.clone(),
-            held_back: Mutex::default(),
+            held_back: Lock::default(),
         })
     }
 
@@ -123,7 +123,7 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
     /// Stops forwarding these partitions, whose own queues then fill up to `queued.min.messages`,
     /// and forwards all others again, including the messages fetched in between.
     pub(crate) fn hold_back(&self, partitions: Vec<(Arc<str>, i32)>) {
-        let mut held_back = lock(&self.held_back);
+        let mut held_back = self.held_back.lock();
         for (topic, partition) in partitions.iter().filter(|it| !held_back.contains(it)) {
             self.forward(topic, *partition, ptr::null_mut());
         }

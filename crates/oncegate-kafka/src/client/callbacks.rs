@@ -1,10 +1,11 @@
 //! The callbacks of librdkafka: rebalances, commits, errors, statistics and log.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
+use oncegate_core::internal::Lock;
 use oncegate_core::internal::fault;
 use rdkafka::client::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
@@ -16,7 +17,7 @@ use rdkafka::types::RDKafkaRespErr;
 use super::batch::MessageQueue;
 use super::connection_errors::ConnectionErrors;
 use super::topic_ids::TopicIds;
-use super::{error, lock, log, missing_topic_log, statistics};
+use super::{error, log, missing_topic_log, statistics};
 use crate::partition::PartitionEvent;
 use crate::settings::{Kafka, OutOfRange, StartAt};
 use crate::shared::SharedState;
@@ -38,9 +39,9 @@ pub(crate) struct CallbackContext {
     pub(super) drain_timeout: Duration,
     /// `None` before the client is served, and once it closes. The queue holds the consumer, so the
     /// queue is removed before the consumer is dropped.
-    queue: Mutex<Option<Arc<MessageQueue<CallbackContext>>>>,
+    queue: Lock<Option<Arc<MessageQueue<CallbackContext>>>>,
     /// The last error of the whole client. `topics` reads it while it waits for a broker.
-    last_error: Mutex<Option<(RDKafkaErrorCode, String)>>,
+    last_error: Lock<Option<(RDKafkaErrorCode, String)>>,
     pub(super) connection_errors: Arc<ConnectionErrors>,
     /// Set once another client has replaced this one; its statistics and rebalances are ignored.
     pub(super) is_replaced: AtomicBool,
@@ -60,8 +61,8 @@ impl CallbackContext {
             topics: TopicIds::default(),
             request_budget: kafka.rebalance_step_limit(),
             drain_timeout: kafka.drain_timeout(),
-            queue: Mutex::default(),
-            last_error: Mutex::default(),
+            queue: Lock::default(),
+            last_error: Lock::default(),
             connection_errors,
             is_replaced: AtomicBool::new(false),
         }
@@ -87,15 +88,15 @@ impl CallbackContext {
 
     /// Returns and clears the last error of the whole client.
     pub(super) fn take_last_error(&self) -> Option<(RDKafkaErrorCode, String)> {
-        lock(&self.last_error).take()
+        self.last_error.lock().take()
     }
 
     pub(super) fn queue(&self) -> Option<Arc<MessageQueue<CallbackContext>>> {
-        lock(&self.queue).clone()
+        self.queue.lock().clone()
     }
 
     pub(super) fn set_queue(&self, queue: Option<Arc<MessageQueue<CallbackContext>>>) {
-        *lock(&self.queue) = queue;
+        *self.queue.lock() = queue;
     }
 
     /// Forwards librdkafka's log lines.
@@ -135,7 +136,7 @@ impl ClientContext for CallbackContext {
             }
         }
         if let Some(code) = error.rdkafka_error_code() {
-            let mut last_error = lock(&self.last_error);
+            let mut last_error = self.last_error.lock();
             // librdkafka reports "all brokers down" right after a rejected login, which is the cause
             // and is kept.
             if !(error::is_connection(code)

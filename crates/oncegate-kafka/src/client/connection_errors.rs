@@ -1,11 +1,9 @@
 //! Logs that no broker can be reached, at once and then at a bounded rate.
 
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use oncegate_core::internal::Lock;
 use oncegate_core::internal::LogThrottle;
-
-use super::lock;
 
 /// How often a lasting connection error is logged.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
@@ -14,14 +12,14 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// attempt at each broker.
 pub(crate) struct ConnectionErrors {
     brokers: String,
-    throttle: Mutex<LogThrottle>,
+    throttle: Lock<LogThrottle>,
 }
 
 impl ConnectionErrors {
     pub(crate) fn new(brokers: &str) -> Self {
         Self {
             brokers: brokers.to_owned(),
-            throttle: Mutex::new(LogThrottle::every(LOG_INTERVAL)),
+            throttle: Lock::new(LogThrottle::every(LOG_INTERVAL)),
         }
     }
 
@@ -40,7 +38,7 @@ impl ConnectionErrors {
     }
 
     fn is_due(&self, now: Instant) -> bool {
-        lock(&self.throttle).due(now).is_some()
+        self.throttle.lock().due(now).is_some()
     }
 }
 

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::pin::pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use oncegate_core::internal::Lock;
 use oncegate_core::internal::LogThrottle;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{kept_headers, rejection_headers};
@@ -14,7 +15,6 @@ use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
 
 use super::connection_errors::ConnectionErrors;
-use super::lock;
 use super::log::LogContext;
 use crate::settings::Destinations;
 use crate::shared::RejectedDelivery;
@@ -51,7 +51,7 @@ pub(crate) struct DeadLetters {
     /// that is sent alone can be identified as the rejected one.
     singles: RestartingProducer,
     /// For each dead-letter topic and kind of log line.
-    throttles: Mutex<HashMap<(String, &'static str), LogThrottle>>,
+    throttles: Lock<HashMap<(String, &'static str), LogThrottle>>,
 }
 
 /// A dead letter that is not confirmed yet, and how the next attempt sends it.
@@ -103,7 +103,7 @@ impl DeadLetters {
         let producer = |config| RestartingProducer {
             config,
             connection_errors: connection_errors.clone(),
-            current: Mutex::default(),
+            current: Lock::default(),
         };
         let mut singles_config = config.clone();
         singles_config.set("batch.num.messages", "1");
@@ -113,7 +113,7 @@ impl DeadLetters {
             destinations,
             batches,
             singles,
-            throttles: Mutex::default(),
+            throttles: Lock::default(),
         })
     }
 
@@ -252,7 +252,7 @@ impl DeadLetters {
 
     /// The number of suppressed log lines of this kind for the topic, if one is due.
     fn due(&self, topic: &str, line: &'static str, now: Instant) -> Option<u64> {
-        let mut throttles = lock(&self.throttles);
+        let mut throttles = self.throttles.lock();
         let throttle = throttles
             .entry((topic.to_owned(), line))
             .or_insert_with(|| LogThrottle::every(LOG_INTERVAL));
@@ -274,7 +274,7 @@ fn is_rejection(code: RDKafkaErrorCode) -> bool {
 struct RestartingProducer {
     config: ClientConfig,
     connection_errors: Arc<ConnectionErrors>,
-    current: Mutex<Option<DeadLetterProducer>>,
+    current: Lock<Option<DeadLetterProducer>>,
 }
 
 impl RestartingProducer {
@@ -294,7 +294,7 @@ impl RestartingProducer {
     }
 
     fn current(&self) -> Result<DeadLetterProducer, KafkaError> {
-        let mut producer = lock(&self.current);
+        let mut producer = self.current.lock();
         match &*producer {
             Some(producer) => Ok(producer.clone()),
             None => Ok(producer
@@ -328,7 +328,7 @@ impl RestartingProducer {
     /// Removes a failed producer, unless another call already has: the next publish creates a new one.
     /// A fatal error of an idempotent producer is permanent.
     fn replace(&self, failed: &DeadLetterProducer, reason: &str) {
-        let mut producer = lock(&self.current);
+        let mut producer = self.current.lock();
         if producer
             .as_ref()
             .is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr())
@@ -344,7 +344,7 @@ impl RestartingProducer {
 
 impl Drop for RestartingProducer {
     fn drop(&mut self) {
-        drop_on_thread(lock(&self.current).take());
+        drop_on_thread(self.current.lock().take());
     }
 }
 

@@ -1,7 +1,8 @@
 //! The planned faults, and the recorded runs.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 
+use oncegate_core::internal::Lock;
 use oncegate_core::marker::{Ask, Operation};
 use oncegate_core::{Failure, Reconciled};
 use tokio::sync::Notify;
@@ -39,7 +40,7 @@ const REQUIRED: [(Fault, &str); 4] = [
 /// The planned faults and those that have occurred.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
-    state: Mutex<FaultState>,
+    state: Lock<FaultState>,
     /// Notified when a consumer must crash.
     crashes: Notify,
     run_ended: Notify,
@@ -210,7 +211,7 @@ impl Faults {
     }
 
     fn lock(&self) -> MutexGuard<'_, FaultState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
