@@ -1,9 +1,10 @@
 //! A handler whose behavior each message selects.
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use oncegate::internal::Lock;
 use oncegate::{Context, Failure, FailureExt, Handler};
 use serde::Deserialize;
 
@@ -40,7 +41,7 @@ pub enum ScriptedAction {
 #[derive(Debug)]
 pub struct Scripted {
     diary: Arc<Diary>,
-    seen: Mutex<HashSet<String>>,
+    seen: Lock<HashSet<String>>,
 }
 
 impl Scripted {
@@ -48,7 +49,7 @@ impl Scripted {
     pub fn new(diary: Arc<Diary>) -> Self {
         Self {
             diary,
-            seen: Mutex::default(),
+            seen: Lock::default(),
         }
     }
 }
@@ -62,11 +63,7 @@ impl Handler for Scripted {
             attempt: cx.attempt(),
         };
         self.diary.write(&Entry::Start(run.clone()));
-        let first = self
-            .seen
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(run.id.clone());
+        let first = self.seen.lock().insert(run.id.clone());
         match script.action {
             ScriptedAction::RetryOnce if first => Err("not yet").retry()?,
             ScriptedAction::PanicOnce if first => panic!("as the message says"),

@@ -59,10 +59,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let block = Bytes::from(block);
     let message = Message::new(Bytes::from_static(&[b'x'; 100]));
     for range in headers {
-        broker.publish(Message {
-            headers: Headers::from_block(block.slice(range)),
-            ..message.clone()
-        });
+        let headers = Headers::from_block(block.slice(range));
+        broker.publish(message.clone().with_headers(headers));
     }
     let Some(execution) = execution else {
         std::mem::forget(broker); // in the other modes the consumer drops the messages

@@ -2,9 +2,10 @@
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
+use oncegate::internal::Lock;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::Layer;
@@ -38,7 +39,7 @@ const MESSAGE_FIELDS: &[&str] = &["id", "key", "origin"];
 /// let admin = Admin::new().last_errors(errors);
 /// ```
 #[derive(Clone, Default)]
-pub struct LastErrors(Arc<Mutex<VecDeque<LogLine>>>);
+pub struct LastErrors(Arc<Lock<VecDeque<LogLine>>>);
 
 /// A logged event.
 #[derive(Clone)]
@@ -62,7 +63,7 @@ impl LastErrors {
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<LogLine>> {
         // Nothing panics while the lock is held.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -193,7 +193,7 @@ impl OldestDelivery {
     fn of(delivery: &InFlightDelivery) -> Self {
         let (partition, offset) = match delivery.origin.position {
             Position::Offset { partition, offset } => (Some(partition), Some(offset)),
-            Position::Queue => (None, None),
+            _ => (None, None),
         };
         Self {
             id: delivery.id.as_ref().map(ToString::to_string),

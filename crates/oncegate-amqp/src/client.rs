@@ -39,3 +39,4 @@ pub(crate) mod sanitized_stream;
 pub(crate) mod session;
 pub(crate) mod stream_refusal;
 pub(crate) mod tls;
+pub(crate) mod url_parameters;

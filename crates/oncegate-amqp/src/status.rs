@@ -1,12 +1,13 @@
 //! The status and the metrics of a source.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use metrics::{Counter, Gauge};
 
 use crate::metric;
+use oncegate_core::internal::Lock;
 
 /// The status of one RabbitMQ source: its counters and gauges. Clones share it.
 ///
@@ -57,9 +58,9 @@ struct StatusCounters {
     stale_settlements: AtomicU64,
     copies: AtomicU64,
     copy_retries: AtomicU64,
-    blocked: Mutex<BlockedTime>,
+    blocked: Lock<BlockedTime>,
     /// Since when the source has been without a channel; `None` while there is one.
-    unavailable_since: Mutex<Option<Instant>>,
+    unavailable_since: Lock<Option<Instant>>,
 }
 
 #[derive(Debug, Default)]
@@ -104,13 +105,11 @@ impl RabbitMqStatus {
 impl StatusCounters {
     fn blocked(&self) -> MutexGuard<'_, BlockedTime> {
         // No code panics while it holds the lock.
-        self.blocked.lock().unwrap_or_else(PoisonError::into_inner)
+        self.blocked.lock()
     }
 
     fn unavailable_since(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.unavailable_since
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.unavailable_since.lock()
     }
 }
 

@@ -76,13 +76,7 @@ async fn a_returned_message_is_not_logged(broker: &str, log: &Lines) {
         .expect("a source");
     let mut into = Vec::new();
     source
-        .receive(
-            Limit {
-                count: 1,
-                bytes: usize::MAX,
-            },
-            &mut into,
-        )
+        .receive(Limit::new(1, usize::MAX), &mut into)
         .await
         .expect("received");
     let Some(Incoming::Delivery(delivery)) = into.pop() else {
@@ -90,11 +84,10 @@ async fn a_returned_message_is_not_logged(broker: &str, log: &Lines) {
     };
     assert_eq!(&delivery.message.body[..], BODY);
     source
-        .settle(&mut vec![Settled {
+        .settle(&mut vec![Settled::new(
             delivery,
-            settlement: Settlement::Reject(Reason::Refused),
-            failure_history: None,
-        }])
+            Settlement::Reject(Reason::Refused),
+        )])
         .await
         .expect("settled");
     let deadline = Instant::now() + Duration::from_secs(30);

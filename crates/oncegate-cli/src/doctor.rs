@@ -206,6 +206,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
                 remedy,
             );
         }
+        Some(_) => note("the store", Err(CliError::unknown_store())),
         None => findings.error(
             "store-not-configured",
             "store.url",

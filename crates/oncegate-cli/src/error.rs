@@ -103,6 +103,11 @@ impl CliError {
         Self::feature_missing_text(format!("this oncegate was built without {what}; {remedy}"))
     }
 
+    /// The configuration names a store of a kind that the command line does not support.
+    pub(crate) fn unknown_store() -> Self {
+        Self::usage("store.url: the command line does not support this kind of store")
+    }
+
     /// Like [`Self::feature_missing`], with the complete text.
     pub(crate) fn feature_missing_text(text: String) -> Self {
         Self {

@@ -98,6 +98,7 @@ impl MarkerStore {
                 .store()
                 .err()
                 .map_or_else(|| CliError::usage("no store"), CliError::from)),
+            Some(_) => Err(CliError::unknown_store()),
         }
     }
 

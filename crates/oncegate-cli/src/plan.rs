@@ -57,20 +57,16 @@ pub(crate) fn run(context: &CliContext, arguments: &PlanArgs) -> Result<(), CliE
         + config
             .text("store.scope")
             .map_or(0, |scope| scope.len() + 1);
-    let load = Load {
-        messages_per_second: rate,
-        window,
-        key_bytes: prefix_bytes as u64 + arguments.id_bytes,
-        markers: if with_fingerprints {
+    let load = Load::new(rate, window)
+        .with_key_bytes(prefix_bytes as u64 + arguments.id_bytes)
+        .with_markers(if with_fingerprints {
             Markers::WithFingerprint
         } else {
             Markers::Plain
-        },
-        processes: arguments.processes,
-        in_flight: config.in_flight(),
-        durability: config.durability(),
-        primaries: arguments.primaries,
-    };
+        })
+        .with_processes(arguments.processes, config.in_flight())
+        .with_durability(config.durability())
+        .with_primaries(arguments.primaries);
     let estimate = plan(&load);
     // The calculation saturates at `u64::MAX` instead of overflowing.
     let all_memory = estimate.memory.saturating_mul(arguments.primaries);

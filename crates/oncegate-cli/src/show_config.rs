@@ -168,7 +168,8 @@ fn display_value(redaction: Redaction, value: &SettingValue) -> serde_json::Valu
     let text = |text: &str| match redaction {
         Redaction::Nothing => text.to_owned(),
         Redaction::Password => without_password(text),
-        Redaction::All => HIDDEN.to_owned(),
+        // `All`, and what a later version adds.
+        _ => HIDDEN.to_owned(),
     };
     match value {
         SettingValue::Text(it) => text(it).into(),
@@ -184,6 +185,7 @@ fn display_value(redaction: Redaction, value: &SettingValue) -> serde_json::Valu
             })
             .map(|(name, value)| (name, serde_json::Value::from(value)))
             .collect(),
+        _ => HIDDEN.into(),
     }
 }
 

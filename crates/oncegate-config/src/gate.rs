@@ -153,10 +153,7 @@ impl Config {
         if !self.text("gate.id")?.starts_with("json ") || text.starts_with(['"', '{', '[']) {
             return None;
         }
-        let message = Message {
-            body: format!("{{\"id\":{text}}}").into_bytes().into(),
-            ..Message::default()
-        };
+        let message = Message::new(format!("{{\"id\":{text}}}"));
         let id = IdSource::json_pointer("/id").read(&message).ok()?;
         (id.as_str() != text).then_some(id)
     }

@@ -2,6 +2,7 @@
 
 /// The kind of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ValueKind {
     /// A text.
     Text,
@@ -19,6 +20,7 @@ pub enum ValueKind {
 
 /// Which part of a value is secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Redaction {
     /// None.
     Nothing,

@@ -18,6 +18,7 @@ use crate::error::Error;
 
 /// The kind of the configured store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum StoreKind<'a> {
     /// A Redis server, a primary that Sentinel monitors, or a Cluster.
     Redis,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 /// A value of the kind that its key requires.
 #[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum SettingValue {
     /// A text; durations and choices are texts too.
     Text(String),

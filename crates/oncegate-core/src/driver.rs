@@ -111,9 +111,8 @@ impl LifecycleDriver {
         self.handle_by(transition, event, policy, new_token)
     }
 
-    /// Processes an event with other rules than
-    /// [`lifecycle::transition`](crate::lifecycle::transition): for tests that verify that the
-    /// model checker detects wrong rules.
+    /// Processes an event with other rules than `lifecycle::transition`: for tests that verify that
+    /// the model checker detects wrong rules.
     #[inline]
     pub fn handle_by(
         &mut self,

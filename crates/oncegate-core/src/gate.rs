@@ -4,9 +4,10 @@ mod builder;
 mod run;
 
 use std::future::Future;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
+use crate::internal::Lock;
 pub use builder::GateBuilder;
 use run::GuardedRun;
 
@@ -36,10 +37,10 @@ struct GateInner {
     outcomes: Outcomes,
     /// Shared by all runs, so that all of them together send only a few requests a second to an
     /// unavailable store.
-    breaker: Mutex<Breaker>,
+    breaker: Lock<Breaker>,
     renewals: Arc<Renewals>,
     /// One slot for each current run. The renewals identify its lease by the index of the slot.
-    slots: Mutex<Slots<()>>,
+    slots: Lock<Slots<()>>,
 }
 
 /// What [`Gate::run`] does while another process or task runs the same id.
@@ -158,7 +159,7 @@ impl GateInner {
     }
 
     fn breaker(&self) -> MutexGuard<'_, Breaker> {
-        self.breaker.lock().unwrap_or_else(PoisonError::into_inner)
+        self.breaker.lock()
     }
 }
 

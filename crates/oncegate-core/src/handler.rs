@@ -5,7 +5,7 @@ use std::future::Future;
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
-use crate::inbox::RunContext;
+use crate::run_context::RunContext;
 use crate::store::BoxError;
 
 /// Handles messages.

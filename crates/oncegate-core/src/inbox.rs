@@ -15,6 +15,7 @@ use crate::handler::{Failure, Handler};
 use crate::id::Scope;
 use crate::marker::{Ask, Guarantee, Operation, Verdict};
 use crate::memory::MemoryStore;
+use crate::run_context::RunContext;
 use crate::store::{BoxError, Persistence, Store, StoreError};
 
 /// Handles messages in transactions of a database. Each transaction also inserts the record of its
@@ -164,36 +165,6 @@ impl InboxUnavailable {
     }
 }
 
-/// The scope and the handler timeout of the consumer, for one run in a transaction, and whether the
-/// run waits for the database.
-#[doc(hidden)]
-#[derive(Debug)]
-pub struct RunContext {
-    scope: Scope,
-    longest_run: Duration,
-    /// Whether the run waits until a transaction begins or commits. A timeout then counts as an
-    /// unavailable database, not as an unknown outcome.
-    waits_for_database: AtomicBool,
-}
-
-impl RunContext {
-    pub(crate) fn new(scope: &Scope, longest_run: Duration) -> Self {
-        Self {
-            scope: scope.clone(),
-            longest_run,
-            waits_for_database: AtomicBool::new(false),
-        }
-    }
-
-    fn set_waits_for_database(&self, waits: bool) {
-        self.waits_for_database.store(waits, Ordering::Relaxed);
-    }
-
-    pub(crate) fn waits_for_database(&self) -> bool {
-        self.waits_for_database.load(Ordering::Relaxed)
-    }
-}
-
 /// A handler whose runs are transactions of the inbox.
 #[derive(Debug)]
 pub struct InTransaction<H, I> {
@@ -225,12 +196,12 @@ impl<H: TransactionalHandler<I>, I: Inbox> Handler for InTransaction<H, I> {
         cx: &Context,
         run: &RunContext,
     ) -> Result<(), Failure> {
-        let Some(claim) = cx.claim(&run.scope) else {
+        let Some(claim) = cx.claim(run.scope()) else {
             // Does not occur: a message without an id is not claimed.
             return Err(Failure::Reject("the message has no id".into()));
         };
         run.set_waits_for_database(true);
-        let mut transaction = match self.inbox.begin(&claim, run.longest_run).await {
+        let mut transaction = match self.inbox.begin(&claim, run.longest_run()).await {
             Ok(BeginResult::Transaction(transaction)) => transaction,
             Ok(BeginResult::Recorded(verdict)) => return result_of_record(verdict),
             Err(error) => return Err(InboxUnavailable::failure(error)),

@@ -15,17 +15,14 @@ mod consumer_metrics;
 pub mod context;
 pub mod decode;
 pub mod defaults;
-#[doc(hidden)]
-pub mod driver;
+mod driver;
 mod engine;
 pub mod error;
-#[doc(hidden)]
-pub mod fault;
+mod fault;
 pub mod gate;
 pub mod handler;
 pub mod id;
-#[doc(hidden)]
-pub mod in_flight;
+mod in_flight;
 pub mod inbox;
 #[doc(hidden)]
 pub mod internal;
@@ -43,6 +40,7 @@ mod preflight;
 mod readiness;
 mod renewals;
 mod run;
+mod run_context;
 mod runtime_estimator;
 mod settings;
 mod shadow;
@@ -65,8 +63,6 @@ pub use handler::{Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconcil
 pub use id::{IdSource, IntoIdSource, Key, MessageId, Scope};
 pub use inbox::{Inbox, TransactionalHandler};
 pub use lifecycle::Outage;
-#[doc(hidden)]
-pub use log_throttle::LogThrottle;
 pub use marker::{Fingerprint, Guarantee};
 pub use memory::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
 pub use message::{Headers, HeadersBuilder, Message, Origin, Position};

@@ -1,66 +1,35 @@
 //! The consumer's side of the guarantee: what one delivery does next.
 //!
-//! [`transition`] maps a stage and an event to a stage and an action, without a clock, I/O or
+//! `transition` maps a stage and an event to a stage and an action, without a clock, I/O or
 //! randomness. The consumer's engine and [`Gate`](crate::Gate) execute its actions and decide
 //! nothing themselves, so the model checker explores the same code that runs in production. A
 //! delivery ends with a [`Settlement`], or is abandoned by a stop; it never ends with an error.
 
-mod event;
-mod policy;
+pub(crate) mod action;
+pub(crate) mod event;
+pub(crate) mod policy;
 mod settlement;
-mod stage;
+pub(crate) mod stage;
 
 use std::time::Duration;
 
-// For the model checker and the test suites of the workspace, as `transition` and `Action` are.
-#[doc(hidden)]
-pub use event::{Event, Outcome};
+pub(crate) use action::Action;
+pub(crate) use event::{Event, Outcome};
 pub use policy::Outage;
-#[doc(hidden)]
-pub use policy::{Isolation, Policy};
+pub(crate) use policy::{Isolation, Policy};
 use settlement::ProofKind;
 pub use settlement::{Proof, Reason, Settlement};
 pub use stage::DoubtCause;
-#[doc(hidden)]
-pub use stage::{
+pub(crate) use stage::{
     AfterDoubt, AfterWithdrawal, ClaimReply, ClaimTries, Freshness, Grant, History, Stage, Tries,
 };
 
 use crate::marker::{Effect, Finding, Guarantee, Verdict};
 
-/// What the owner of a delivery (the engine, the gate or the model checker) does next.
-#[doc(hidden)]
-#[derive(Debug, PartialEq, Eq, Hash)]
-pub enum Action {
-    /// Send a claim with a new token.
-    NewClaim,
-    /// Send the operation that the stage waits for, [`Stage::pending_ask`], with the token and the
-    /// attempt of the current claim.
-    Apply,
-    /// Report [`Event::MayRun`] when the handler may start.
-    AwaitRun,
-    /// Start the handler.
-    Run,
-    /// Start `reconcile`.
-    Reconcile,
-    /// Report [`Event::Woke`] after about this long, with jitter.
-    Wake(Duration),
-    /// Report [`Event::Arrived`] when the message may run in isolation.
-    AwaitIsolation,
-    /// Pass this settlement to the source.
-    Settle(Settlement),
-    /// No action: wait for the next event.
-    Wait,
-    /// Drop the delivery without settling it. The broker redelivers the message, whose id can be
-    /// claimed again when the lease has ended.
-    Abandon,
-}
-
 /// The next stage and action of a delivery. Total: an event that does not apply to a stage changes
 /// nothing and returns [`Action::Wait`].
-#[doc(hidden)]
 #[inline(always)]
-pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action) {
+pub(crate) fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action) {
     use {Event::*, Stage::*, Verdict as V};
     let at_most_once = policy.guarantee == Guarantee::AtMostOnce;
     let wake = |tries| Action::Wake(policy.pause(tries));

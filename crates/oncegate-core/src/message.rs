@@ -11,6 +11,7 @@ use bytes::Bytes;
 /// The slices keep the memory of the whole received batch allocated. Before you store a message,
 /// call [`detach`](Self::detach) on a clone.
 #[derive(Clone, Debug, Default, PartialEq)]
+#[non_exhaustive]
 pub struct Message {
     /// Where the message came from.
     pub origin: Origin,
@@ -36,6 +37,20 @@ impl Message {
         }
     }
 
+    /// A message with an origin and a body and nothing else, for sources, which then set the fields
+    /// that their broker has.
+    #[inline]
+    pub fn received(origin: Origin, body: impl Into<Bytes>) -> Self {
+        Self {
+            origin,
+            key: None,
+            message_id: None,
+            headers: Headers::default(),
+            body: body.into(),
+            sent_at: None,
+        }
+    }
+
     /// The same message with a key.
     pub fn with_key(mut self, key: impl Into<Bytes>) -> Self {
         self.key = Some(key.into());
@@ -56,6 +71,18 @@ impl Message {
         self
     }
 
+    /// The same message with these headers instead of its own.
+    pub fn with_headers(mut self, headers: Headers) -> Self {
+        self.headers = headers;
+        self
+    }
+
+    /// The same message with the time at which it was sent.
+    pub fn with_sent_at(mut self, sent_at: SystemTime) -> Self {
+        self.sent_at = Some(sent_at);
+        self
+    }
+
     /// Copies key, headers and body, so that keeping the message does not keep the memory of its
     /// whole batch.
     pub fn detach(&mut self) {
@@ -73,6 +100,7 @@ impl Message {
 
 /// Where a message came from.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct Origin {
     /// The topic or the queue.
     pub name: Arc<str>,
@@ -83,13 +111,35 @@ pub struct Origin {
     pub system: Option<&'static str>,
 }
 
-impl Default for Origin {
-    fn default() -> Self {
+impl Origin {
+    /// The queue of this name.
+    #[inline]
+    pub fn new(name: impl Into<Arc<str>>) -> Self {
         Self {
-            name: Arc::from(""),
+            name: name.into(),
             position: Position::Queue,
             system: None,
         }
+    }
+
+    /// The same origin with a position.
+    #[inline]
+    pub fn with_position(mut self, position: Position) -> Self {
+        self.position = position;
+        self
+    }
+
+    /// The same origin with a messaging system, as OpenTelemetry names it.
+    #[inline]
+    pub fn with_system(mut self, system: &'static str) -> Self {
+        self.system = Some(system);
+        self
+    }
+}
+
+impl Default for Origin {
+    fn default() -> Self {
+        Self::new("")
     }
 }
 
@@ -107,6 +157,7 @@ impl std::fmt::Display for Origin {
 
 /// The position of a message in its topic or queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Position {
     /// A log, in which a message has a permanent partition and offset.
     Offset {

@@ -17,10 +17,11 @@ use crate::decode::Decode;
 use crate::fault;
 use crate::handler::{Failure, Handler, NoReconcile, Reconciled};
 use crate::id::Scope;
-use crate::inbox::{InboxUnavailable, RunContext};
+use crate::inbox::InboxUnavailable;
 use crate::lease::Lease;
 use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::marker::Finding;
+use crate::run_context::RunContext;
 use crate::spans;
 
 /// A handler with its decoder, its timeout and the scope of its consumer.

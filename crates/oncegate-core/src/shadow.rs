@@ -3,9 +3,10 @@
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
+use crate::internal::Lock;
 use async_trait::async_trait;
 use metrics::{Counter, counter};
 
@@ -73,10 +74,10 @@ struct ShadowShared {
     report: ShadowReport,
     /// The tokens of claims that the store did not grant. Further operations with these tokens are
     /// not sent to it.
-    ungranted_tokens: Mutex<HashSet<Token>>,
+    ungranted_tokens: Lock<HashSet<Token>>,
     /// The time until which no operations are sent to the store, because it did not answer the last
     /// ones.
-    store_down_until: Mutex<Option<Instant>>,
+    store_down_until: Lock<Option<Instant>>,
     counters: [Counter; ShadowOutcome::ALL.len()],
 }
 
@@ -173,8 +174,8 @@ impl<S: Store> Shadow<S> {
             .map(|outcome| counter!(metric::SHADOW, "outcome" => outcome.as_str()));
         let shared = ShadowShared {
             report,
-            ungranted_tokens: Mutex::default(),
-            store_down_until: Mutex::default(),
+            ungranted_tokens: Lock::default(),
+            store_down_until: Lock::default(),
             counters,
         };
         Self {
@@ -259,7 +260,7 @@ impl ShadowShared {
         store: &S,
         operations: &[Operation],
     ) -> Vec<Option<Verdict>> {
-        let store_down_until = *lock(&self.store_down_until);
+        let store_down_until = *self.store_down_until.lock();
         if operations.is_empty() || store_down_until.is_some_and(|until| Instant::now() < until) {
             return vec![None; operations.len()];
         }
@@ -269,7 +270,7 @@ impl ShadowShared {
         }
         if let Some(Err(error)) = answers.iter().find(|answer| answer.is_err()) {
             tracing::warn!(%error, "store unavailable, the shadow lets messages run without it; check the store and its network");
-            *lock(&self.store_down_until) = Some(Instant::now() + STORE_PAUSE);
+            *self.store_down_until.lock() = Some(Instant::now() + STORE_PAUSE);
         }
         let mut answers: Vec<_> = answers.into_iter().map(Result::ok).collect();
         answers.resize(operations.len(), None);
@@ -322,11 +323,6 @@ impl ShadowShared {
     }
 
     fn ungranted_tokens(&self) -> MutexGuard<'_, HashSet<Token>> {
-        lock(&self.ungranted_tokens)
+        self.ungranted_tokens.lock()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A poisoned lock is safe: nothing panics while it is locked.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -105,6 +105,7 @@ pub enum QueueLevel {
 /// or the time of unsettled deliveries, its source should use [`InSource`](Self::InSource). A
 /// delivery with an ordering key always waits in the consumer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RetryDelays {
     /// In the consumer. The source redelivers a released message at once.
     InConsumer {
@@ -188,6 +189,7 @@ pub struct ConnectOptions {
 
 /// The maximum that [`Source::receive`] may append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Limit {
     /// Deliveries. With 0, `receive` waits for revocations and errors only.
     pub count: usize,
@@ -197,7 +199,12 @@ pub struct Limit {
 
 impl Limit {
     /// No deliveries, while the consumer is at its limit: only revocations and errors.
-    pub const NOTHING: Self = Self { count: 0, bytes: 0 };
+    pub const NOTHING: Self = Self::new(0, 0);
+
+    /// At most this many deliveries and bytes.
+    pub const fn new(count: usize, bytes: usize) -> Self {
+        Self { count, bytes }
+    }
 }
 
 /// One item that [`Source::receive`] appends.
@@ -217,6 +224,7 @@ pub enum Incoming {
 
 /// One delivery of a message.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Delivery {
     /// The message.
     pub message: Message,
@@ -227,8 +235,28 @@ pub struct Delivery {
     pub failures: u32,
 }
 
+impl Delivery {
+    /// A delivery without failed attempts.
+    #[inline]
+    pub fn new(message: Message, receipt: Receipt) -> Self {
+        Self {
+            message,
+            receipt,
+            failures: 0,
+        }
+    }
+
+    /// The same delivery with this many failed attempts.
+    #[inline]
+    pub fn with_failures(mut self, failures: u32) -> Self {
+        self.failures = failures;
+        self
+    }
+}
+
 /// The source's handle to settle one delivery. Only the source interprets it. It cannot be cloned.
 #[derive(Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Receipt {
     /// The serial number of the assignment (Kafka) or of the channel (AMQP).
     pub epoch: u64,
@@ -239,21 +267,34 @@ pub struct Receipt {
 }
 
 impl Receipt {
+    /// A receipt of this epoch, with an offset or a delivery tag, in partition 0.
+    #[inline]
+    pub const fn new(epoch: u64, position: u64) -> Self {
+        Self {
+            epoch,
+            partition: 0,
+            position,
+        }
+    }
+
+    /// The same receipt with a partition.
+    #[inline]
+    pub const fn with_partition(mut self, partition: u32) -> Self {
+        self.partition = partition;
+        self
+    }
+
     /// Moves the receipt out of a delivery, which is dropped afterwards, and leaves a placeholder.
     #[inline]
     pub(crate) fn take(&mut self) -> Self {
-        let placeholder = Self {
-            epoch: 0,
-            partition: 0,
-            position: 0,
-        };
-        std::mem::replace(self, placeholder)
+        std::mem::replace(self, Self::new(0, 0))
     }
 }
 
-/// A delivery with its settlement. Only [`InFlight`](crate::in_flight::InFlight) and tests of
-/// sources create it. [`Source::settle`] consumes it.
+/// A delivery with its settlement. Only [`InFlight`](crate::internal::in_flight::InFlight) and tests
+/// of sources create it. [`Source::settle`] consumes it.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Settled {
     /// The delivery, moved.
     pub delivery: Delivery,
@@ -261,6 +302,24 @@ pub struct Settled {
     pub settlement: Settlement,
     /// The history of its failures, for the headers of a dead letter; `None` if it is not rejected.
     pub failure_history: Option<Box<FailureHistory>>,
+}
+
+impl Settled {
+    /// A delivery with its settlement, without a history of failures.
+    #[inline]
+    pub fn new(delivery: Delivery, settlement: Settlement) -> Self {
+        Self {
+            delivery,
+            settlement,
+            failure_history: None,
+        }
+    }
+
+    /// The same with the history of its failures.
+    pub fn with_failure_history(mut self, failure_history: FailureHistory) -> Self {
+        self.failure_history = Some(Box::new(failure_history));
+        self
+    }
 }
 
 /// The failures of a message, which its dead letter carries in headers.

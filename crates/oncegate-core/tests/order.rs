@@ -288,15 +288,7 @@ impl BackingOff {
         let message = Message::new("x")
             .with_key("a")
             .with_message_id(id.to_owned());
-        let delivery = Delivery {
-            message,
-            receipt: Receipt {
-                epoch,
-                partition: 0,
-                position: 0,
-            },
-            failures: 0,
-        };
+        let delivery = Delivery::new(message, Receipt::new(epoch, 0));
         self.deliver
             .send(Incoming::Delivery(delivery))
             .expect("it runs");

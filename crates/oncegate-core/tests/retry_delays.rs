@@ -76,15 +76,10 @@ impl Source for Reporting {
             return std::future::pending().await;
         }
         into.extend(self.ids.drain(..count).map(|id| {
-            Incoming::Delivery(Delivery {
-                message: Message::new("x").with_message_id(id).with_key(id),
-                receipt: Receipt {
-                    epoch: 1,
-                    partition: 0,
-                    position: 0,
-                },
-                failures: 0,
-            })
+            Incoming::Delivery(Delivery::new(
+                Message::new("x").with_message_id(id).with_key(id),
+                Receipt::new(1, 0),
+            ))
         }));
         Ok(())
     }

@@ -24,10 +24,7 @@ use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedPr
 
 const PARTITIONS: i32 = 4;
 /// The limit of one receive.
-const LIMIT: Limit = Limit {
-    count: 1_024,
-    bytes: 16 << 20,
-};
+const LIMIT: Limit = Limit::new(1_024, 16 << 20);
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
@@ -134,11 +131,7 @@ async fn read(
         source.receive(LIMIT, &mut incoming).await?;
         started.get_or_insert_with(Instant::now);
         settled.extend(incoming.drain(..).filter_map(|it| match it {
-            Incoming::Delivery(delivery) => Some(Settled {
-                delivery,
-                settlement: accepted(),
-                failure_history: None,
-            }),
+            Incoming::Delivery(delivery) => Some(Settled::new(delivery, accepted())),
             Incoming::Revoked(_) => None,
         }));
         seen += settled.len();

@@ -15,8 +15,6 @@
 //! `docs/upstream/README.md` lists the workarounds for defects of librdkafka and rdkafka, with
 //! their upstream issues or reports. The documentation of each module describes its workarounds.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 mod assignment_wait;
 // The workspace denies `unsafe` code; only `batch` allows it.
 #[allow(unsafe_code)]
@@ -46,8 +44,3 @@ mod topic_id_log;
 mod topic_ids;
 pub(crate) mod topics;
 pub(crate) mod watch;
-
-/// Locks data that stays consistent even if a thread panics while it holds the lock.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use oncegate_core::internal::fault;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Connect, ConnectOptions, QueueLevel, SourceProperties};
 use oncegate_core::{
-    Delivery, IdSource, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
+    Delivery, IdSource, Incoming, Limit, Order, Origin, Settled, Source, SourceError,
 };
 
 use crate::client::callbacks::CallbackContext;

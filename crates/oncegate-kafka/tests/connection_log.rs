@@ -118,13 +118,7 @@ async fn outage_while_reading(lines: &Lines) {
     server.kill();
     let begun = Instant::now();
     let mut none = Vec::new();
-    let reading = source.receive(
-        Limit {
-            count: 1,
-            bytes: 1 << 20,
-        },
-        &mut none,
-    );
+    let reading = source.receive(Limit::new(1, 1 << 20), &mut none);
     assert!(
         tokio::time::timeout(Duration::from_secs(8), reading)
             .await

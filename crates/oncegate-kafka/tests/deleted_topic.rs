@@ -36,10 +36,7 @@ async fn send(brokers: &str) {
 
 /// Receives for at most this long, or until there is a delivery.
 async fn receives(source: &mut KafkaSource, within: Duration) -> bool {
-    let limit = Limit {
-        count: 10,
-        bytes: usize::MAX,
-    };
+    let limit = Limit::new(10, usize::MAX);
     let (end, mut incoming) = (Instant::now() + within, Vec::new());
     while Instant::now() < end {
         let left = end.saturating_duration_since(Instant::now());

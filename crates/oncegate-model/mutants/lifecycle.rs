@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
-use oncegate_core::lifecycle::{
-    Action, AfterDoubt, DoubtCause, Event, History, Outcome, Policy, Reason, Settlement, Stage,
-    transition,
+use oncegate_core::internal::lifecycle::{
+    Action, AfterDoubt, Event, History, Outcome, Policy, Stage, transition,
 };
+use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
 use oncegate_core::marker::{Effect, Guarantee, Verdict};
 
 /// The next stage and action.

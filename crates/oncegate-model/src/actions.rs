@@ -1,6 +1,7 @@
 //! The actions that are possible in a [`SystemState`], and the state after each.
 
-use oncegate_core::lifecycle::{DoubtCause, Event, Outcome, Stage};
+use oncegate_core::internal::lifecycle::{Event, Outcome, Stage};
+use oncegate_core::lifecycle::DoubtCause;
 use oncegate_core::marker::{Ask, Attempts, Effect, Finding, Guarantee, Marker, Verdict};
 use stateright::{Model, Property};
 

@@ -3,9 +3,9 @@
 //! messages.
 //!
 //! The rules are [`marker::apply`](oncegate_core::marker::apply) and
-//! [`lifecycle::transition`](oncegate_core::lifecycle::transition), executed by
-//! [`LifecycleDriver`](oncegate_core::driver::LifecycleDriver): the code that runs in production.
-//! This crate models everything else.
+//! [`lifecycle::transition`](oncegate_core::internal::lifecycle::transition), executed by
+//! [`LifecycleDriver`](oncegate_core::internal::driver::LifecycleDriver): the code that runs in
+//! production. This crate models everything else.
 #![forbid(unsafe_code)]
 
 mod actions;

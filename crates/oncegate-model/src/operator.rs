@@ -2,13 +2,14 @@
 //! read the marker, apply an operation to that marker, publish a copy, remove the dead letter. Any
 //! other action may happen between two steps.
 
-use oncegate_core::lifecycle::Stage;
+use oncegate_core::internal::lifecycle::Stage;
 use oncegate_core::marker::{
     Ask, Doubt, Effect, Finding, Guarantee, Marker, Token, UNKNOWN_ATTEMPT, Verdict,
 };
 
 use crate::state::{
-    BrokerMessage, ModelDeadLetter, ModelDestination, NextStep, Operator, SentCommand, SystemState,
+    BrokerMessage, ModelDeadLetter, ModelDestination, NextStep, Operator, SentCommand, SinceFreed,
+    SystemState,
 };
 use crate::system::SystemModel;
 
@@ -149,7 +150,7 @@ impl SystemModel {
         // As `oncegate marker forget`: the next multiple of `UNKNOWN_ATTEMPT` above the highest
         // attempt, so that a late request never has the number of a new attempt. With 0, the store
         // takes `UNKNOWN_ATTEMPT` itself.
-        let attempt = state.observations.highest_attempt / UNKNOWN_ATTEMPT * UNKNOWN_ATTEMPT;
+        let attempt = state.observations.attempts.highest / UNKNOWN_ATTEMPT * UNKNOWN_ATTEMPT;
         let attempt = if attempt == 0 {
             0
         } else {
@@ -178,22 +179,20 @@ impl SystemState {
     /// Records that the operator freed the id: later attempts must be higher than all earlier ones,
     /// and all of `max_attempts` are left.
     pub(crate) fn record_freed(&mut self) {
-        self.observations.highest_before_freed = self.observations.highest_attempt;
-        self.observations.freed_without_effect = matches!(
+        let without_effect = matches!(
             self.marker,
             Marker::Cleared {
                 effect: Effect::Nothing,
                 ..
             }
         );
-        self.observations.crashes = 0;
-        (
-            self.observations.spent_before_freed,
-            self.observations.awaits_run,
-        ) = (
-            self.observations.grants - self.observations.unspent_grants,
-            true,
-        );
+        self.observations.freed = SinceFreed {
+            awaits_run: true,
+            without_effect,
+            highest_before: self.observations.attempts.highest,
+            spent_before: self.observations.attempts.spent(),
+            crashes: 0,
+        };
     }
 
     /// Publishes a copy of a dead letter.

@@ -67,42 +67,42 @@ pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
     }
     if model.has_guarantee(Guarantee::AtMostOnce) {
         properties.push(Property::always(UNSAFE_START, |_, state: &SystemState| {
-            !state.observations.start_with_possible_effect
+            !state.observations.violations.start_with_possible_effect
         }));
     }
     if !model.has_guarantee(Guarantee::Bare) {
         properties.push(Property::always(
             FENCE_DECREASED,
-            |_, state: &SystemState| !state.observations.start_below_fence,
+            |_, state: &SystemState| !state.observations.violations.start_below_fence,
         ));
         properties.push(Property::always(
             BEFORE_LATE_COMPLETION,
-            |_, state: &SystemState| !state.observations.start_before_late_completion,
+            |_, state: &SystemState| !state.observations.violations.start_before_late_completion,
         ));
         if !passes_through {
             properties.push(Property::always(
                 START_AFTER_DONE,
-                |_, state: &SystemState| !state.observations.start_after_done,
+                |_, state: &SystemState| !state.observations.violations.start_after_done,
             ));
             properties.push(Property::always(
                 CONCURRENT_HANDLERS,
-                |_, state: &SystemState| !state.observations.concurrent_handlers,
+                |_, state: &SystemState| !state.observations.violations.concurrent_handlers,
             ));
         }
         properties.push(Property::always(
             BUSY_AFTER_EXPIRY,
-            |_, state: &SystemState| !state.observations.busy_after_expiry,
+            |_, state: &SystemState| !state.observations.violations.busy_after_expiry,
         ));
         properties.push(Property::always(
             STALE_RECONCILIATION,
-            |_, state: &SystemState| !state.observations.stale_reconciling_marker,
+            |_, state: &SystemState| !state.observations.violations.stale_reconciling_marker,
         ));
         properties.push(Property::always(NOT_RUN, |_, state: &SystemState| {
-            !state.observations.redriven_not_run
+            !state.observations.violations.redriven_not_run
         }));
         properties.push(Property::always(
             SPENT_TOO_SOON,
-            |_, state: &SystemState| !state.observations.spent_too_soon,
+            |_, state: &SystemState| !state.observations.violations.spent_too_soon,
         ));
     }
     if model.checks_orphaned_claims() && !model.has_guarantee(Guarantee::Bare) {

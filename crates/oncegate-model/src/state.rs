@@ -2,8 +2,8 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use oncegate_core::driver::LifecycleDriver;
-use oncegate_core::lifecycle::Outcome;
+use oncegate_core::internal::driver::LifecycleDriver;
+use oncegate_core::internal::lifecycle::Outcome;
 use oncegate_core::marker::{Ask, Doubt, Effect, Finding, Guarantee, Marker, Token, Verdict};
 
 /// How often each fault may still occur.
@@ -238,24 +238,50 @@ pub struct Observations {
     pub(crate) done: bool,
     /// A message with another body was published.
     pub(crate) other_body: bool,
-    /// The operator redrove the id, and no handler was started since.
-    pub(crate) awaits_run: bool,
-    /// The operator freed the id, its marker records no unknown effect, and no claim was granted
-    /// since.
-    pub(crate) freed_without_effect: bool,
-    /// The highest attempt with which a handler was started. Counted if the operator acts.
-    pub(crate) highest_attempt: u32,
-    /// The value of `highest_attempt` when the operator last freed the id.
-    pub(crate) highest_before_freed: u32,
-    /// The number of grants. Counted if the operator acts or messages are redelivered.
+    /// A consumer stopped without a reply from the store. Recorded if orphaned claims are checked.
+    pub(crate) stopped_now: bool,
+    pub(crate) attempts: AttemptCounts,
+    pub(crate) freed: SinceFreed,
+    pub(crate) violations: ModelViolations,
+}
+
+/// The attempts and grants of the id. Counted if the operator acts; the grants also if messages are
+/// redelivered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct AttemptCounts {
+    /// The highest attempt with which a handler was started.
+    pub(crate) highest: u32,
+    /// The number of grants.
     pub(crate) grants: u32,
     /// The number of grants that spend no attempt: withdrawn, or taken over after a crash.
     pub(crate) unspent_grants: u32,
-    /// The number of spent attempts when the operator last freed the id.
-    pub(crate) spent_before_freed: u32,
-    /// The number of crashed holders since the operator last freed the id. Counted if the operator
-    /// acts.
+}
+
+impl AttemptCounts {
+    /// The number of grants that spend an attempt.
+    pub(crate) fn spent(self) -> u32 {
+        self.grants - self.unspent_grants
+    }
+}
+
+/// What happened when the operator last freed the id, and since then.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct SinceFreed {
+    /// The operator redrove the id, and no handler was started since.
+    pub(crate) awaits_run: bool,
+    /// The marker of the freed id records no unknown effect, and no claim was granted since.
+    pub(crate) without_effect: bool,
+    /// The value of [`AttemptCounts::highest`] when the id was freed.
+    pub(crate) highest_before: u32,
+    /// The number of spent attempts when the id was freed.
+    pub(crate) spent_before: u32,
+    /// The number of crashed holders since then. Counted if the operator acts.
     pub(crate) crashes: u32,
+}
+
+/// Each violation that a state after the violating action no longer shows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct ModelViolations {
     /// A handler started although the id was completed.
     pub(crate) start_after_done: bool,
     /// In at most once a handler started although an earlier run had an effect or may still have
@@ -277,8 +303,6 @@ pub struct Observations {
     /// A message was rejected for `max_attempts`, or a grant counted attempts, before that many
     /// attempts were granted.
     pub(crate) spent_too_soon: bool,
-    /// A consumer stopped without a reply from the store. Recorded if orphaned claims are checked.
-    pub(crate) stopped_now: bool,
 }
 
 /// An action of a part of the system. The number is the index of the consumer, of the delayed

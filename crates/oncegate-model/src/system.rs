@@ -4,10 +4,9 @@
 
 use std::time::Duration;
 
-use oncegate_core::driver::{DriverCommand, LifecycleDriver};
-use oncegate_core::lifecycle::{
-    self, Action, Event, Freshness, History, Outage, Policy, Reason, Settlement, Stage,
-};
+use oncegate_core::internal::driver::{DriverCommand, LifecycleDriver};
+use oncegate_core::internal::lifecycle::{self, Action, Event, Freshness, History, Policy, Stage};
+use oncegate_core::lifecycle::{Outage, Reason, Settlement};
 use oncegate_core::marker::{
     self, Age, Ask, Change, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
 };
@@ -218,7 +217,7 @@ impl SystemModel {
         }
         let before = state.marker;
         let (change, verdict) = (self.rules.apply)(before, age, &self.operation(&sent));
-        state.observations.busy_after_expiry |=
+        state.observations.violations.busy_after_expiry |=
             state.lease_expired && matches!(verdict, Verdict::Busy { .. });
         match change {
             Change::Keep => {}
@@ -253,7 +252,7 @@ impl SystemModel {
             && same_claim
             && !matches!(state.marker, Marker::InProgress(_));
         if self.counts_grants() && (taken_over || withdrawn) {
-            state.observations.unspent_grants += 1;
+            state.observations.attempts.unspent_grants += 1;
         }
         if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
             && self.setup.budget.operator_actions > 0
@@ -263,32 +262,36 @@ impl SystemModel {
                 Marker::InProgress(hold) | Marker::InDoubt(hold, _) => hold.attempts.crashes,
                 _ => 0,
             };
-            state.observations.crashes += attempts.crashes - crashes;
+            state.observations.freed.crashes += attempts.crashes - crashes;
             // If so, the marker still counts crashes from before the operator freed the id.
-            state.observations.redriven_not_run |= attempts.crashes > state.observations.crashes;
+            state.observations.violations.redriven_not_run |=
+                attempts.crashes > state.observations.freed.crashes;
         }
         match verdict {
             Verdict::Granted(attempts) if !same_claim => {
                 // A message that the operator redrives is granted with all of `max_attempts` left,
                 // unless it is rejected for crashes since then, which would also happen without
                 // the operator.
-                let rejected_for_crashes = state.observations.crashes > self.setup.attempts;
-                state.observations.redriven_not_run |= state.observations.awaits_run
-                    && attempts.spent() > self.setup.attempts
-                    && !rejected_for_crashes;
-                state.observations.freed_without_effect = false;
+                let rejected_for_crashes = state.observations.freed.crashes > self.setup.attempts;
+                state.observations.violations.redriven_not_run |=
+                    state.observations.freed.awaits_run
+                        && attempts.spent() > self.setup.attempts
+                        && !rejected_for_crashes;
+                state.observations.freed.without_effect = false;
                 if self.counts_grants() {
-                    state.observations.grants += 1;
-                    state.observations.spent_too_soon |= attempts.spent()
-                        + state.observations.spent_before_freed
-                        > state.observations.grants - state.observations.unspent_grants;
+                    state.observations.attempts.grants += 1;
+                    state.observations.violations.spent_too_soon |= attempts.spent()
+                        + state.observations.freed.spent_before
+                        > state.observations.attempts.spent();
                 }
             }
             Verdict::InDoubt(_) => {
-                state.observations.redriven_not_run |= state.observations.freed_without_effect
+                state.observations.violations.redriven_not_run |=
+                    state.observations.freed.without_effect
             }
             Verdict::Rejected { .. } => {
-                state.observations.redriven_not_run |= state.observations.awaits_run
+                state.observations.violations.redriven_not_run |=
+                    state.observations.freed.awaits_run
             }
             _ => {}
         }
@@ -443,11 +446,11 @@ impl SystemModel {
                 // A delayed claim may be applied later and start to reconcile again for one lease.
                 let reconciled_by_this_delivery = self.setup.budget.lost_replies == 0
                     && matches!(state.marker, Marker::InDoubt(hold, marker::Doubt::Reconciling) if hold.token == token);
-                state.observations.stale_reconciling_marker |=
+                state.observations.violations.stale_reconciling_marker |=
                     destination == ModelDestination::InDoubt && reconciled_by_this_delivery;
-                let never_granted =
-                    self.counts_grants() && state.observations.grants < self.setup.attempts;
-                state.observations.spent_too_soon |=
+                let never_granted = self.counts_grants()
+                    && state.observations.attempts.grants < self.setup.attempts;
+                state.observations.violations.spent_too_soon |=
                     reason == Reason::AttemptsSpent && never_granted;
                 // Only the operator reads the attempt. Without an operator it is 0, so that fewer
                 // states differ.
@@ -499,22 +502,23 @@ impl SystemModel {
             !matches!(delivery.driver.stage(), Stage::WithoutClaim(_)),
         );
         let below_fence =
-            !state.is_accepted(attempt) || attempt <= state.observations.highest_before_freed;
+            !state.is_accepted(attempt) || attempt <= state.observations.freed.highest_before;
         if has_claim {
-            state.observations.start_before_late_completion |=
+            state.observations.violations.start_before_late_completion |=
                 state.consumers[consumer_index].late_completion.is_some();
-            state.observations.start_below_fence |= below_fence;
-            state.observations.concurrent_handlers |= concurrent_handlers;
-            state.observations.start_with_possible_effect |= effect_possible && at_most_once;
-            state.observations.start_after_done |= state.observations.done;
+            state.observations.violations.start_below_fence |= below_fence;
+            state.observations.violations.concurrent_handlers |= concurrent_handlers;
+            state.observations.violations.start_with_possible_effect |=
+                effect_possible && at_most_once;
+            state.observations.violations.start_after_done |= state.observations.done;
         }
         if self.setup.budget.operator_actions > 0 {
-            state.observations.highest_attempt = state.observations.highest_attempt.max(attempt);
+            state.observations.attempts.highest = state.observations.attempts.highest.max(attempt);
         }
         if let Some(delivery) = state.consumers[consumer_index].delivery.as_mut() {
             delivery.run = Some(EffectState::Pending);
         }
-        state.observations.awaits_run = false;
+        state.observations.freed.awaits_run = false;
     }
 
     /// Ends a delivery without settlement: the broker redelivers the message.

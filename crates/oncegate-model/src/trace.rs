@@ -1,6 +1,6 @@
 //! The text of a path that violates a property.
 
-use oncegate_core::lifecycle::Stage;
+use oncegate_core::internal::lifecycle::Stage;
 use oncegate_core::marker::{Effect, Marker};
 use stateright::Path;
 

@@ -19,6 +19,7 @@ mod schema;
 mod statement;
 mod store;
 mod sweep;
+mod url_parameters;
 
 pub use browse::PostgresBrowse;
 pub use inbox::{PostgresInbox, PostgresTransaction};

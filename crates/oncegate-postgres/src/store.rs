@@ -18,7 +18,7 @@ use crate::connections::PostgresConnections;
 use crate::failure::{self, StatementStage};
 use crate::schema::SchemaVersion;
 use crate::sweep::Sweep;
-use crate::{preflight, schema};
+use crate::{preflight, schema, url_parameters};
 
 /// The time limit of creating or updating the tables.
 const MIGRATION_TIMEOUT: Duration = Duration::from_secs(60);
@@ -68,7 +68,7 @@ impl Postgres {
         // sqlx's error is not returned, since its text may quote the URL with the password. An
         // unknown parameter whose name contains an @ is not named either: it is part of a password
         // that contains a ?.
-        let unknown = unknown_parameter(url);
+        let unknown = url_parameters::first_unknown(url);
         let is_readable = is_postgres && unknown.is_none_or(|name| !name.contains('@'));
         let options = PgConnectOptions::from_str(url).ok().filter(|_| is_readable);
         Self::with_options(match (options, unknown) {
@@ -218,40 +218,6 @@ impl Postgres {
             }
         }
     }
-}
-
-/// The first query parameter of a URL that sqlx would ignore.
-fn unknown_parameter(url: &str) -> Option<&str> {
-    const KNOWN: [&str; 18] = [
-        "sslmode",
-        "ssl-mode",
-        "sslrootcert",
-        "ssl-root-cert",
-        "ssl-ca",
-        "sslcert",
-        "ssl-cert",
-        "sslkey",
-        "ssl-key",
-        "statement-cache-capacity",
-        "host",
-        "hostaddr",
-        "port",
-        "dbname",
-        "user",
-        "password",
-        "application_name",
-        "options",
-    ];
-    let (_, query) = url.split_once('?')?;
-    let mut names = query
-        .split('#')
-        .next()?
-        .split('&')
-        .filter_map(|it| it.split('=').next());
-    names.find(|name| {
-        let is_option = name.starts_with("options[") || name.starts_with("options%5B");
-        !name.is_empty() && !is_option && !KNOWN.contains(name)
-    })
 }
 
 #[async_trait]

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use oncegate_core::LogThrottle;
 use oncegate_core::internal::Lock;
+use oncegate_core::internal::LogThrottle;
 use sqlx::Row;
 
 use crate::connections::PostgresConnections;

@@ -1,5 +1,6 @@
 //! Measures the CPU time of the server per claim, completion and clearing: by commands that compare
-//! values, where the server has them, and by the script.
+//! values, where the server has them, or, in a build with `RUSTFLAGS="--cfg oncegate_script_only"`, by
+//! the script.
 //!
 //! `cargo run --release -p oncegate-redis --example server_cpu`. `ONCEGATE_SERVERS=today` and
 //! `today-redis` measure Valkey 9 and Redis 8. Needs an idle machine.
@@ -11,7 +12,6 @@ use futures_util::future::join_all;
 use oncegate_core::Store;
 use oncegate_core::marker::{Ask, Effect, Guarantee, Operation, Token, Verdict};
 use oncegate_redis::Redis;
-use oncegate_redis::fuzzing::script_only;
 use oncegate_testkit::operations::{operation, terms};
 use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer};
 
@@ -48,45 +48,39 @@ async fn main() -> Result<(), Box<dyn Error>> {
     compare("Cluster", cluster.nodes(), &in_cluster).await
 }
 
-/// Measures both ways in turn and prints the medians.
+/// Measures and prints the medians.
 async fn compare(
     name: &str,
     servers: &[RedisServer],
     store: &dyn Fn() -> Redis,
 ) -> Result<(), Box<dyn Error>> {
-    let ways = [
-        ("compare values", patient(store())),
-        ("script", script_only(patient(store()))),
-    ];
-    let mut rounds = [const { Vec::new() }; 2];
+    let store = store().timeout(Duration::from_secs(20));
+    let mut rounds = Vec::new();
     for round in 0..=ROUNDS {
-        for (way, rounds) in ways.iter().zip(&mut rounds) {
-            let costs = measure(servers, &way.1).await?;
-            // The first one connects and loads the script.
-            if round > 0 {
-                rounds.push(costs);
-            }
+        let costs = measure(servers, &store).await?;
+        // The first one connects and loads the script.
+        if round > 0 {
+            rounds.push(costs);
         }
     }
-    for ((way, _), rounds) in ways.iter().zip(&rounds) {
-        let median = |of: fn(&Costs) -> f64| {
-            let mut all: Vec<f64> = rounds.iter().map(of).collect();
-            all.sort_by(f64::total_cmp);
-            all[all.len() / 2]
-        };
-        println!(
-            "| {name} | {way} | {:.2} | {:.2} | {:.2} | {:.2} |",
-            median(|it| it.claim),
-            median(|it| it.complete),
-            median(|it| it.claim + it.complete),
-            median(|it| it.clear),
-        );
-    }
+    let median = |of: fn(&Costs) -> f64| {
+        let mut all: Vec<f64> = rounds.iter().map(of).collect();
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    };
+    let commands = if cfg!(oncegate_script_only) {
+        "script"
+    } else {
+        "compare values"
+    };
+    println!(
+        "| {name} | {commands} | {:.2} | {:.2} | {:.2} | {:.2} |",
+        median(|it| it.claim),
+        median(|it| it.complete),
+        median(|it| it.claim + it.complete),
+        median(|it| it.clear),
+    );
     Ok(())
-}
-
-fn patient(store: Redis) -> Redis {
-    store.timeout(Duration::from_secs(20))
 }
 
 async fn measure(servers: &[RedisServer], store: &Redis) -> Result<Costs, Box<dyn Error>> {

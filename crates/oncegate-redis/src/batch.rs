@@ -75,7 +75,6 @@ pub(crate) async fn apply(
     detector: Option<&LossDetector>,
     durability: Durability,
     prefix: &[u8],
-    script_only: bool,
     operations: &[Operation],
     answers: Vec<Option<VerdictResult>>,
 ) -> Vec<Result<Verdict, StoreError>> {
@@ -84,7 +83,6 @@ pub(crate) async fn apply(
         detector,
         durability,
         prefix,
-        script_only,
         operations,
         answers,
         refresh: TopologyRefresh::of(router),
@@ -140,8 +138,6 @@ struct OperationBatch<'a> {
     detector: Option<&'a LossDetector>,
     durability: Durability,
     prefix: &'a [u8],
-    /// Whether the script is used even if a conditional command could replace it.
-    script_only: bool,
     operations: &'a [Operation],
     answers: Vec<Option<VerdictResult>>,
     refresh: TopologyRefresh<'a>,
@@ -312,7 +308,6 @@ impl OperationBatch<'_> {
         let mut by_script = Vec::new();
         for index in call {
             match support.plan_for(&self.operations[index]) {
-                _ if self.script_only => by_script.push(index),
                 SendPlan::All(conditional) => {
                     commands.push(BatchCommand::Conditional(conditional, index));
                 }

@@ -56,6 +56,9 @@ impl ConditionalSupport {
 
     /// How operations like this one are sent.
     pub(crate) fn plan_for(&self, operation: &Operation) -> SendPlan {
+        if cfg!(oncegate_script_only) {
+            return SendPlan::Script; // a build that measures the script: `examples/server_cpu.rs`
+        }
         let candidates: &[ConditionalCommand] = match (operation.ask, operation.terms.guarantee) {
             (Ask::Complete, _) => &[ConditionalCommand::SetIfEqual],
             // After a first attempt without effect there is nothing to keep: the marker is deleted. Later

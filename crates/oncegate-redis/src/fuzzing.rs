@@ -1,10 +1,9 @@
-//! For the fuzz targets and measurements of this repository. Not part of the API: any release may
-//! change this module.
+//! For the fuzz targets of this repository. Not part of the API: any release may change this
+//! module.
 
 use oncegate_core::marker::Marker;
 
 use crate::record;
-use crate::store::Redis;
 
 /// The marker that a value in Redis encodes; `None` if it is not a marker of this release.
 pub fn decode_marker(value: &[u8]) -> Option<Marker> {
@@ -14,10 +13,4 @@ pub fn decode_marker(value: &[u8]) -> Option<Marker> {
 /// The value in Redis that encodes a marker; empty for an absent one.
 pub fn encode_marker(marker: &Marker) -> String {
     record::encode(marker)
-}
-
-/// The store, but with the script for all completions, even if the server has conditional commands.
-pub fn script_only(mut store: Redis) -> Redis {
-    store.script_only = true;
-    store
 }

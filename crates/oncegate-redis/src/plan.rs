@@ -34,11 +34,12 @@ pub enum Markers {
 /// # use std::time::Duration;
 /// use oncegate_redis::{Load, plan};
 ///
-/// let plan = plan(&Load { messages_per_second: 1_000, window: Duration::from_secs(24 * 3600), ..Load::default() });
+/// let plan = plan(&Load::new(1_000, Duration::from_secs(24 * 3600)));
 /// assert_eq!(plan.markers, 86_400_512);
 /// assert!(plan.memory > 14_000_000_000 && plan.memory < 17_000_000_000);
 /// ```
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Load {
     /// New ids a second, averaged over a window. Default: 1,000.
     pub messages_per_second: u64,
@@ -56,6 +57,47 @@ pub struct Load {
     pub durability: Durability,
     /// The number of primaries: 1, or those of a Cluster. Default: 1.
     pub primaries: u64,
+}
+
+impl Load {
+    /// This many new ids a second, each remembered for the window; all else as by default.
+    pub fn new(messages_per_second: u64, window: Duration) -> Self {
+        Self {
+            messages_per_second,
+            window,
+            ..Self::default()
+        }
+    }
+
+    /// The same load with keys of this many bytes.
+    pub fn with_key_bytes(mut self, key_bytes: u64) -> Self {
+        self.key_bytes = key_bytes;
+        self
+    }
+
+    /// The same load with this content of done markers.
+    pub fn with_markers(mut self, markers: Markers) -> Self {
+        self.markers = markers;
+        self
+    }
+
+    /// The same load with this many consumer processes, each with this many messages in flight.
+    pub fn with_processes(mut self, processes: u64, in_flight: u64) -> Self {
+        (self.processes, self.in_flight) = (processes, in_flight);
+        self
+    }
+
+    /// The same load with this durability.
+    pub fn with_durability(mut self, durability: Durability) -> Self {
+        self.durability = durability;
+        self
+    }
+
+    /// The same load on this many primaries.
+    pub fn with_primaries(mut self, primaries: u64) -> Self {
+        self.primaries = primaries;
+        self
+    }
 }
 
 impl Default for Load {

@@ -62,8 +62,6 @@ pub struct Redis {
     loss_detector: Arc<LossDetector>,
     prefix: Arc<[u8]>,
     data_loss: DataLossPolicy,
-    /// See [`fuzzing::script_only`](crate::fuzzing::script_only).
-    pub(crate) script_only: bool,
 }
 
 /// How at most once treats a server that may lose, or has lost, data.
@@ -136,7 +134,6 @@ impl Redis {
             loss_detector,
             prefix: PREFIX.as_bytes().into(),
             data_loss: DataLossPolicy::Pause,
-            script_only: false,
         }
     }
 
@@ -389,7 +386,6 @@ impl Store for Redis {
             detector,
             self.durability,
             &self.prefix,
-            self.script_only,
             operations,
             answers,
         )

@@ -3,11 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, MutexGuard, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
+use oncegate_core::internal::Lock;
 use oncegate_core::{
     Connect, Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, MemoryStore,
     Message, Store,
@@ -176,9 +177,9 @@ pub struct BadInputConsumer {
 #[derive(Clone, Default)]
 struct BadInputHandler {
     /// The number of effects of each row.
-    effects: Arc<Mutex<BTreeMap<usize, usize>>>,
+    effects: Arc<Lock<BTreeMap<usize, usize>>>,
     /// Threads that run until their sender is dropped.
-    background_threads: Arc<Mutex<Vec<BackgroundThread>>>,
+    background_threads: Arc<Lock<Vec<BackgroundThread>>>,
 }
 
 /// The sender that ends a thread, and the thread.
@@ -186,16 +187,11 @@ type BackgroundThread = (mpsc::Sender<()>, JoinHandle<()>);
 
 impl BadInputHandler {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, usize>> {
-        self.effects.lock().unwrap_or_else(PoisonError::into_inner)
+        self.effects.lock()
     }
 
     fn take_background_threads(&self) -> Vec<BackgroundThread> {
-        std::mem::take(
-            &mut *self
-                .background_threads
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner),
-        )
+        std::mem::take(&mut *self.background_threads.lock())
     }
 }
 
@@ -212,10 +208,7 @@ impl Handler for BadInputHandler {
                 let thread = std::thread::spawn(move || {
                     let _ = stopped.recv();
                 });
-                self.background_threads
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push((stop, thread));
+                self.background_threads.lock().push((stop, thread));
             }
             _ => {}
         }
@@ -505,12 +498,12 @@ impl ObservedOutcome {
 
 /// Counters by their name and the values of their labels, separated by spaces.
 #[derive(Clone, Default)]
-struct Counters(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
+struct Counters(Arc<Lock<BTreeMap<String, Arc<AtomicU64>>>>);
 
 impl Counters {
     /// The value of `oncegate_deliveries_total` with this outcome.
     fn of(&self, outcome: &str) -> u64 {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.0.lock();
         all.get(&format!("oncegate_deliveries_total {outcome}"))
             .map_or(0, |count| count.load(Ordering::SeqCst))
     }
@@ -527,13 +520,7 @@ impl Recorder for Counters {
         let name = key.labels().fold(key.name().to_owned(), |name, label| {
             format!("{name} {}", label.value())
         });
-        Counter::from_arc(Arc::clone(
-            self.0
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .entry(name)
-                .or_default(),
-        ))
+        Counter::from_arc(Arc::clone(self.0.lock().entry(name).or_default()))
     }
 
     fn register_gauge(&self, _: &Key, _: &Metadata<'_>) -> Gauge {

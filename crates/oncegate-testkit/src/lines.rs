@@ -1,12 +1,14 @@
 //! Collects log lines for assertions.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
+
+use oncegate_core::internal::Lock;
 
 /// Collected log lines with the times at which they were written. Clones share the lines.
 #[derive(Clone, Debug, Default)]
-pub struct Lines(Arc<Mutex<Vec<(Instant, String)>>>);
+pub struct Lines(Arc<Lock<Vec<(Instant, String)>>>);
 
 impl Lines {
     /// Installs a global subscriber that collects all lines of the process at `INFO` and above. A
@@ -35,23 +37,20 @@ impl Lines {
 
     /// All lines since the last [`take`](Self::take), as one text.
     pub fn text(&self) -> String {
-        let lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines = self.0.lock();
         lines.iter().map(|(_, line)| line.as_str()).collect()
     }
 
     /// The lines since the last call.
     pub fn take(&self) -> Vec<(Instant, String)> {
-        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.0.lock())
     }
 }
 
 impl io::Write for Lines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(line).into_owned();
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push((Instant::now(), text));
+        self.0.lock().push((Instant::now(), text));
         Ok(line.len())
     }
 

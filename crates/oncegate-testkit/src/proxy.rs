@@ -7,9 +7,11 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar};
 use std::thread;
 use std::time::Duration;
+
+use oncegate_core::internal::Lock;
 
 /// What happens to one request: the bytes of one read, usually one command or one pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,9 +46,9 @@ type ChooseFault = Box<dyn FnMut(&mut [u8]) -> RequestFault + Send>;
 struct Shared {
     /// The port of the server.
     server: u16,
-    choose_fault: Mutex<ChooseFault>,
-    connections: Mutex<Vec<[TcpStream; 2]>>,
-    forwarding: Mutex<Forwarding>,
+    choose_fault: Lock<ChooseFault>,
+    connections: Lock<Vec<[TcpStream; 2]>>,
+    forwarding: Lock<Forwarding>,
     forwarding_changed: Condvar,
     closed: AtomicBool,
     lost_replies: AtomicU64,
@@ -62,9 +64,9 @@ impl Proxy {
         let port = listener.local_addr()?.port();
         let shared = Arc::new(Shared {
             server,
-            choose_fault: Mutex::new(Box::new(|_| RequestFault::Pass)),
-            connections: Mutex::default(),
-            forwarding: Mutex::new(Forwarding::On),
+            choose_fault: Lock::new(Box::new(|_| RequestFault::Pass)),
+            connections: Lock::default(),
+            forwarding: Lock::new(Forwarding::On),
             forwarding_changed: Condvar::new(),
             closed: AtomicBool::new(false),
             lost_replies: AtomicU64::new(0),
@@ -90,7 +92,7 @@ impl Proxy {
     /// Sets the function that chooses the fault of each following request, on all connections. It
     /// is called with the bytes of one read, which it may change.
     pub fn inject_faults(&self, choose: impl FnMut(&mut [u8]) -> RequestFault + Send + 'static) {
-        *lock(&self.shared.choose_fault) = Box::new(choose);
+        *self.shared.choose_fault.lock() = Box::new(choose);
     }
 
     /// Forwards everything again.
@@ -114,7 +116,7 @@ impl Proxy {
 
     /// Closes every connection; new ones are accepted.
     pub fn reset(&self) {
-        for pair in lock(&self.shared.connections).drain(..) {
+        for pair in self.shared.connections.lock().drain(..) {
             close(&pair);
         }
     }
@@ -149,7 +151,9 @@ impl Shared {
         client.set_nodelay(true)?;
         server.set_nodelay(true)?;
         let loses_reply = Arc::new(AtomicBool::new(false));
-        lock(&self.connections).push([client.try_clone()?, server.try_clone()?]);
+        self.connections
+            .lock()
+            .push([client.try_clone()?, server.try_clone()?]);
         let (to_server, to_client) = ([client.try_clone()?, server.try_clone()?], [server, client]);
         let (requests, replies) = (self.clone(), self.clone());
         let chosen = loses_reply.clone();
@@ -182,7 +186,7 @@ impl Shared {
     }
 
     fn set_forwarding(&self, forwarding: Forwarding) {
-        *lock(&self.forwarding) = forwarding;
+        *self.forwarding.lock() = forwarding;
         self.forwarding_changed.notify_all();
     }
 
@@ -192,14 +196,14 @@ impl Shared {
         };
         drop(
             self.forwarding_changed
-                .wait_while(lock(&self.forwarding), paused),
+                .wait_while(self.forwarding.lock(), paused),
         );
     }
 
     /// Applies the chosen fault and returns whether the request is forwarded. Sets `loses_reply` if
     /// the reply must be discarded.
     fn forwards_request(&self, request: &mut [u8], loses_reply: &AtomicBool) -> bool {
-        let fault = lock(&self.choose_fault)(request);
+        let fault = self.choose_fault.lock()(request);
         match fault {
             RequestFault::Pass => true,
             RequestFault::Reset => false,
@@ -230,8 +234,4 @@ fn close(pair: &[TcpStream; 2]) {
         // Fails if the stream is closed already.
         let _ = stream.shutdown(Shutdown::Both);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

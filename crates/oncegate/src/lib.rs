@@ -30,7 +30,7 @@ pub use oncegate_core::{Persistence, Source, SourceError, Store, StoreError};
 pub use oncegate_core::{MemoryBroker, MemoryStore};
 
 #[doc(hidden)]
-pub use oncegate_core::fault;
+pub use oncegate_core::internal;
 pub use oncegate_core::{
     context, decode, defaults, error, gate, handler, id, inbox, lifecycle, marker, memory, message,
     metric, outcome, source, store,

@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use metrics::{
@@ -14,6 +14,7 @@ use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, Prometheu
 
 use crate::Error;
 use crate::ledger::{Log, What};
+use oncegate::internal::Lock;
 
 /// The interval of writing the metrics. A killed process loses at most the counts of one interval.
 const WRITE_INTERVAL: Duration = Duration::from_secs(1);
@@ -28,12 +29,12 @@ pub struct ProcessMetrics {
     all: All,
     log: Arc<Log>,
     /// The path of the Prometheus text; locked while it is written.
-    scrape: Arc<Mutex<PathBuf>>,
+    scrape: Arc<Lock<PathBuf>>,
 }
 
 #[derive(Clone, Debug)]
 struct All {
-    counters: Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>,
+    counters: Arc<Lock<BTreeMap<String, Arc<AtomicU64>>>>,
     prometheus: Arc<PrometheusRecorder>,
     handle: PrometheusHandle,
 }
@@ -51,7 +52,7 @@ impl ProcessMetrics {
         let counters = Self {
             all,
             log,
-            scrape: Arc::new(Mutex::new(folder.join(format!("{name}.{SCRAPE}")))),
+            scrape: Arc::new(Lock::new(folder.join(format!("{name}.{SCRAPE}")))),
         };
         let meanwhile = counters.clone();
         std::thread::spawn(move || {
@@ -82,7 +83,7 @@ impl ProcessMetrics {
     }
 
     fn write_scrape(&self) {
-        let scrape = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
+        let scrape = self.scrape.lock();
         self.all.write(&scrape);
     }
 }
@@ -102,7 +103,7 @@ impl All {
 
     /// All counters that are not 0.
     fn values(&self) -> BTreeMap<String, u64> {
-        let all = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = self.counters.lock();
         let value = |(name, value): (&String, &Arc<AtomicU64>)| {
             (name.clone(), value.load(Ordering::Relaxed))
         };
@@ -164,7 +165,7 @@ impl Recorder for All {
         } else {
             format!("{}{{{}}}", key.name(), labels.join(","))
         };
-        let mut all = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = self.counters.lock();
         let value = Arc::clone(all.entry(name).or_default());
         Counter::from_arc(Arc::new(MirroredCounter {
             value,

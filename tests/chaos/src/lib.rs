@@ -31,8 +31,6 @@ mod stopping;
 pub mod watch;
 pub mod worker;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 pub use stopping::Stopping;
 
 /// A temporary directory on a memory file system if the system has one, so that a slow disk does
@@ -44,11 +42,6 @@ pub(crate) fn in_memory() -> std::io::Result<tempfile::TempDir> {
     } else {
         tempfile::tempdir()
     }
-}
-
-/// Locks a mutex, also if a holder panicked.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The error of a run that could not be completed.

@@ -11,12 +11,12 @@ pub mod table;
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 pub(crate) use cell::{message, run as run_cell};
 use consumer::TestedStore;
 use group::Combination;
+use oncegate::internal::Lock;
 use servers::MatrixServers;
 use step::{CrashStep, STEPS};
 use table::{Cell, Matrix};
@@ -24,7 +24,7 @@ use table::{Cell, Matrix};
 use crate::check::TestedGuarantee;
 use crate::report::{Report, ReportedRun};
 use crate::worker::Broker;
-use crate::{Error, Stopping, lock};
+use crate::{Error, Stopping};
 
 /// The default number of parallel consumer groups: they mostly wait for leases and sessions to end.
 const SIDE_BY_SIDE: usize = 12;
@@ -109,12 +109,12 @@ pub fn run(
     if all == 0 {
         return Err("no step has this name for the selected broker and guarantee".into());
     }
-    let (due, done) = (Mutex::new(due), Mutex::new(Vec::new()));
+    let (due, done) = (Lock::new(due), Lock::new(Vec::new()));
     std::thread::scope(|scope| {
         for _ in 0..options.side_by_side.unwrap_or(SIDE_BY_SIDE) {
             scope.spawn(|| {
                 while stopping.check().is_ok() {
-                    let Some((step, combination)) = lock(&due).pop_front() else {
+                    let Some((step, combination)) = due.lock().pop_front() else {
                         return;
                     };
                     let folder = folder_of(folder, step, combination);
@@ -144,7 +144,7 @@ pub fn run(
                     } else if let Some(report) = &report {
                         let _ = report.write(&folder);
                     }
-                    let mut done = lock(&done);
+                    let mut done = done.lock();
                     done.push((cell, report));
                     let (cell, _) = &done[done.len() - 1];
                     println!(
@@ -159,7 +159,7 @@ pub fn run(
     });
     stopping.check()?;
     let mut sum: Option<Report> = None;
-    for (cell, report) in done.into_inner().unwrap_or_else(PoisonError::into_inner) {
+    for (cell, report) in done.into_inner() {
         matrix.cells.push(cell);
         match (&mut sum, report) {
             (Some(sum), Some(report)) => sum.add(report)?,

@@ -6,14 +6,14 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::io;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
+use oncegate::internal::Lock;
 use serde::{Deserialize, Serialize};
 
 use crate::check::Invariant;
 use crate::matrix::servers::MatrixServers;
-use crate::{Error, Stopping, lock};
+use crate::{Error, Stopping};
 use scenarios::{RunScenario, ViolationCounts};
 
 /// How often the scenario of a mutant is repeated until it is detected: a violation may depend on
@@ -240,12 +240,12 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<MutantRes
     let of_scenarios = scenarios()
         .filter(|scenario| mutants.iter().any(|it| it.scenario == scenario.0))
         .map(|scenario| (scenario.0, None));
-    let due = Mutex::new(
+    let due = Lock::new(
         of_mutants
             .chain(of_scenarios)
             .collect::<std::collections::VecDeque<_>>(),
     );
-    let caught = Mutex::new(MutantResults {
+    let caught = Lock::new(MutantResults {
         versions: servers.versions(),
         ..MutantResults::default()
     });
@@ -253,7 +253,7 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<MutantRes
         for _ in 0..SIDE_BY_SIDE {
             scope.spawn(|| {
                 while stopping.check().is_ok() {
-                    let Some((name, mutant)) = lock(&due).pop_front() else {
+                    let Some((name, mutant)) = due.lock().pop_front() else {
                         return;
                     };
                     let Some((_, _, run)) = scenarios().find(|scenario| scenario.0 == name) else {
@@ -271,7 +271,7 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<MutantRes
         }
     });
     stopping.check()?;
-    let mut caught = caught.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut caught = caught.into_inner();
     caught.seconds = begun.elapsed().as_secs();
     caught
         .mutants
@@ -282,7 +282,7 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<MutantRes
 
 /// Runs a scenario and adds the result; repeats it until the mutant is detected.
 fn run_scenario(
-    caught: &Mutex<MutantResults>,
+    caught: &Lock<MutantResults>,
     scenario: &str,
     mutant: Option<&Mutant>,
     run: impl Fn(&[(&str, &str)], u32) -> Result<ViolationCounts, Error>,
@@ -304,11 +304,12 @@ fn run_scenario(
                         invariants_text(&broken)
                     }
                 );
-                lock(caught).unmodified.insert(scenario.to_owned(), broken);
+                caught.lock().unmodified.insert(scenario.to_owned(), broken);
             }
             Err(error) => {
                 println!("chaos: unmodified code, {scenario}: {error}");
-                lock(caught)
+                caught
+                    .lock()
                     .not_run
                     .insert(scenario.to_owned(), error.to_string());
             }
@@ -339,7 +340,7 @@ fn run_scenario(
             outcome.survived()
         }
     );
-    lock(caught).mutants.push(outcome);
+    caught.lock().mutants.push(outcome);
 }
 
 /// Invariants with their counts, as text.

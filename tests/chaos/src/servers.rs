@@ -7,22 +7,23 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use oncegate::internal::Lock;
 use oncegate_testkit::proxy::Proxy;
 use oncegate_testkit::servers::{
     KafkaListener, KafkaServer, KafkaUser, RabbitServer, Server, ServerKind, fetch_kafka,
 };
 use rustix::process::Signal;
 
+use crate::Error;
 use crate::broker_client;
 use crate::fleet::{FaultLog, Fleet};
 use crate::ledger::{Log, What};
 use crate::schedule::{FaultKind, Planned};
 use crate::secrets::{Secret, canary};
 use crate::worker::Broker;
-use crate::{Error, lock};
 use store::RunStore;
 
 /// The user of the consumers at the broker.
@@ -42,8 +43,8 @@ pub struct TestServers {
 }
 
 enum BrokerServer {
-    Kafka(Mutex<LoggedServer<KafkaServer>>, String),
-    Rabbit(Mutex<LoggedServer<RabbitServer>>, Proxy, String),
+    Kafka(Lock<LoggedServer<KafkaServer>>, String),
+    Rabbit(Lock<LoggedServer<RabbitServer>>, Proxy, String),
 }
 
 /// A server, and how many bytes of its log since the last start are saved.
@@ -73,7 +74,7 @@ impl TestServers {
                 let brokers = server.brokers();
                 (
                     BrokerServer::Kafka(
-                        Mutex::new(LoggedServer {
+                        Lock::new(LoggedServer {
                             server,
                             saved_bytes: 0,
                         }),
@@ -89,7 +90,7 @@ impl TestServers {
                 let (proxy, url) = (Proxy::to(server.port())?, server.url());
                 (
                     BrokerServer::Rabbit(
-                        Mutex::new(LoggedServer {
+                        Lock::new(LoggedServer {
                             server,
                             saved_bytes: 0,
                         }),
@@ -151,7 +152,7 @@ impl TestServers {
     /// The address of the broker for consumers; RabbitMQ is behind the proxy.
     pub fn url(&self) -> String {
         match &*self.broker {
-            BrokerServer::Kafka(server, _) => lock(server).server.brokers_at(KafkaListener::Login),
+            BrokerServer::Kafka(server, _) => server.lock().server.brokers_at(KafkaListener::Login),
             BrokerServer::Rabbit(_, proxy, _) => {
                 let [_, secret] = &self.secrets;
                 format!(
@@ -169,7 +170,7 @@ impl TestServers {
             return None;
         };
         let [_, secret] = &self.secrets;
-        let authority = lock(server).server.certificate_authority();
+        let authority = server.lock().server.certificate_authority();
         Some([
             USER.to_owned(),
             secret.text.clone(),
@@ -200,7 +201,7 @@ impl TestServers {
             BrokerServer::Kafka(..) => ("Kafka", kafka_version()),
             BrokerServer::Rabbit(server, ..) => (
                 "RabbitMQ",
-                lock(server).server.control(&["-q", "version"]).ok(),
+                server.lock().server.control(&["-q", "version"]).ok(),
             ),
         };
         versions.insert(
@@ -222,9 +223,9 @@ impl TestServers {
     pub fn save_logs(&self, folder: &Path, log: &Log) -> Result<(), Error> {
         self.store.save_logs(folder)?;
         match &*self.broker {
-            BrokerServer::Kafka(server, _) => drop(lock(server).save_log(folder)?),
+            BrokerServer::Kafka(server, _) => drop(server.lock().save_log(folder)?),
             BrokerServer::Rabbit(server, ..) => {
-                let text = lock(server).save_log(folder)?;
+                let text = server.lock().save_log(folder)?;
                 log.write_all(
                     refused_acknowledgements(&text)
                         .into_iter()
@@ -326,7 +327,7 @@ impl TestServers {
             }
             FaultKind::RestartRabbit | FaultKind::KillRabbit => {
                 self.save_logs(folder, log)?;
-                let mut server = lock(self.rabbit()?.0);
+                let mut server = self.rabbit()?.0.lock();
                 let end = if planned.kind == FaultKind::KillRabbit {
                     Server::kill
                 } else {
@@ -350,11 +351,11 @@ impl TestServers {
             }
             FaultKind::KillKafka => {
                 self.save_logs(folder, log)?;
-                let mut server = lock(self.kafka()?);
+                let mut server = self.kafka()?.lock();
                 faults.record(name, None, || server.restart(planned.lasts, Server::kill))
             }
             FaultKind::FreezeKafka => {
-                let mut server = lock(self.kafka()?);
+                let mut server = self.kafka()?.lock();
                 faults.record(name, None, || freeze(&mut server.server, planned.lasts))
             }
             FaultKind::FailOverRedis => {
@@ -379,7 +380,7 @@ impl TestServers {
             }
             (BrokerServer::Rabbit(server, ..), RejectedWrites::Refused) => {
                 let full = r#"{"max-length":0,"overflow":"reject-publish"}"#;
-                lock(server).server.control(&[
+                server.lock().server.control(&[
                     "-q",
                     "set_policy",
                     "--apply-to",
@@ -391,7 +392,8 @@ impl TestServers {
                 Ok(())
             }
             (BrokerServer::Rabbit(server, ..), RejectedWrites::Accepted) => {
-                lock(server)
+                server
+                    .lock()
                     .server
                     .control(&["-q", "clear_policy", "chaos"])?;
                 Ok(())
@@ -399,14 +401,14 @@ impl TestServers {
         }
     }
 
-    fn kafka(&self) -> Result<&Mutex<LoggedServer<KafkaServer>>, Error> {
+    fn kafka(&self) -> Result<&Lock<LoggedServer<KafkaServer>>, Error> {
         match &*self.broker {
             BrokerServer::Kafka(server, _) => Ok(server),
             BrokerServer::Rabbit(..) => Err("these servers include no Kafka".into()),
         }
     }
 
-    fn rabbit(&self) -> Result<(&Mutex<LoggedServer<RabbitServer>>, &Proxy), Error> {
+    fn rabbit(&self) -> Result<(&Lock<LoggedServer<RabbitServer>>, &Proxy), Error> {
         match &*self.broker {
             BrokerServer::Rabbit(server, proxy, _) => Ok((server, proxy)),
             BrokerServer::Kafka(..) => Err("these servers include no RabbitMQ".into()),
@@ -419,7 +421,7 @@ impl TestServers {
         name: &str,
         arguments: &[&str],
     ) -> Result<(), Error> {
-        let server = lock(self.rabbit()?.0);
+        let server = self.rabbit()?.0.lock();
         context.faults.record(name, None, || {
             server.server.control(arguments)?;
             Ok(())

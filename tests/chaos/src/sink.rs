@@ -11,8 +11,9 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use oncegate::internal::Lock;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{mpsc, oneshot};
 
@@ -29,7 +30,7 @@ const REFUSED: u8 = b'0';
 /// # Errors
 /// The operating system's.
 pub fn serve(folder: &Path, listening: impl FnOnce(SocketAddr)) -> io::Result<()> {
-    let table = Arc::new(Mutex::new(Table::over(Log::open(
+    let table = Arc::new(Lock::new(Table::over(Log::open(
         &folder.join(FILE),
         "sink",
     )?)));
@@ -43,7 +44,7 @@ pub fn serve(folder: &Path, listening: impl FnOnce(SocketAddr)) -> io::Result<()
     Ok(())
 }
 
-fn answer(mut connection: TcpStream, table: &Mutex<Table>) -> io::Result<()> {
+fn answer(mut connection: TcpStream, table: &Lock<Table>) -> io::Result<()> {
     connection.set_nodelay(true)?;
     let (mut arrived, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
     while let read @ 1.. = connection.read(&mut buffer)? {
@@ -53,10 +54,7 @@ fn answer(mut connection: TcpStream, table: &Mutex<Table>) -> io::Result<()> {
         };
         let requests = String::from_utf8_lossy(&arrived[..end]).into_owned();
         arrived.drain(..=end);
-        let answers = table
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take(&requests);
+        let answers = table.lock().take(&requests);
         connection.write_all(&answers)?;
     }
     Ok(())
@@ -173,7 +171,7 @@ impl Sink {
         let connection = tokio::net::TcpStream::connect(address).await?;
         connection.set_nodelay(true)?;
         let (mut from, mut to) = connection.into_split();
-        let waiting: Arc<Mutex<VecDeque<oneshot::Sender<u8>>>> = Arc::default();
+        let waiting: Arc<Lock<VecDeque<oneshot::Sender<u8>>>> = Arc::default();
         let (requests, mut asked) = mpsc::unbounded_channel::<(String, oneshot::Sender<u8>)>();
         let answered = Arc::clone(&waiting);
         tokio::spawn(async move {
@@ -182,10 +180,7 @@ impl Sink {
                 let mut next = Some((line, answer));
                 while let Some((line, answer)) = next {
                     lines.push_str(&line);
-                    waiting
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .push_back(answer);
+                    waiting.lock().push_back(answer);
                     next = asked.try_recv().ok();
                 }
                 if to.write_all(lines.as_bytes()).await.is_err() {
@@ -197,16 +192,13 @@ impl Sink {
         tokio::spawn(async move {
             let mut buffer = [0; 4096];
             while let Ok(read @ 1..) = from.read(&mut buffer).await {
-                let mut waiting = answered.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut waiting = answered.lock();
                 for byte in &buffer[..read] {
                     // The receiver is dropped if the handler was cancelled.
                     let _ = waiting.pop_front().map(|answer| answer.send(*byte));
                 }
             }
-            answered
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clear();
+            answered.lock().clear();
         });
         Ok(Self {
             requests,

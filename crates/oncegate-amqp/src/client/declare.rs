@@ -1,11 +1,12 @@
 //! Declares or checks the queues that a source needs.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{FieldTable, ShortString};
 use lapin::{Channel, Connection};
+use oncegate_core::internal::Lock;
 use oncegate_core::source::SourceError;
 
 use crate::client::connector::{ConnectError, code, is_transient_refusal, reply_code};
@@ -16,7 +17,7 @@ use crate::settings::Topology;
 /// The queues for which the warning about other arguments was logged, with the broker's text. Queues
 /// are declared at each reconnect and with each retry of a copy, and the warning is logged once.
 #[derive(Debug, Default)]
-pub(crate) struct MismatchLog(Mutex<HashMap<ShortString, String>>);
+pub(crate) struct MismatchLog(Lock<HashMap<ShortString, String>>);
 
 impl MismatchLog {
     /// Whether to log that the queue has other arguments: the broker's text is new for this queue.
@@ -32,7 +33,7 @@ impl MismatchLog {
 
     fn lock(&self) -> MutexGuard<'_, HashMap<ShortString, String>> {
         // No code panics while it holds the lock.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -334,7 +334,7 @@ async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), PublishFai
 #[inline(always)]
 fn fault_point(copy: &MessageCopy, delay: &str, dead_letter: &str) {
     #[cfg(oncegate_chaos)]
-    oncegate_core::fault::point(if copy.destination.as_str().contains(".delay.") {
+    oncegate_core::internal::fault::point(if copy.destination.as_str().contains(".delay.") {
         delay
     } else {
         dead_letter

@@ -10,7 +10,7 @@
 
 use std::io;
 use std::net::{Shutdown, TcpStream};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_rs::Tokio;
@@ -21,11 +21,12 @@ use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
 
 use crate::client::quiet_executor;
 use crate::client::sanitized_stream::{self, SanitizedStream};
+use oncegate_core::internal::Lock;
 
 /// When it is dropped, shuts down the socket of an unfinished handshake. Does nothing after
 /// [`disarm`](Self::disarm).
 #[derive(Default)]
-struct HandshakeGuard(Arc<Mutex<HandshakeState>>);
+struct HandshakeGuard(Arc<Lock<HandshakeState>>);
 
 #[derive(Default)]
 enum HandshakeState {
@@ -72,7 +73,7 @@ pub(crate) async fn connect(
             let (stream, socket) = tokio::time::timeout(timeout, connecting)
                 .await
                 .map_err(io::Error::from)??;
-            let mut state = lock(&state);
+            let mut state = state.lock();
             if let HandshakeState::Finished = *state {
                 return Err(io::Error::from(io::ErrorKind::TimedOut).into());
             }
@@ -93,24 +94,19 @@ pub(crate) async fn connect(
 impl HandshakeGuard {
     /// Keeps the socket open, because the handshake has succeeded.
     fn disarm(&self) {
-        *lock(&self.0) = HandshakeState::Finished;
+        *self.0.lock() = HandshakeState::Finished;
     }
 }
 
 impl Drop for HandshakeGuard {
     fn drop(&mut self) {
         if let HandshakeState::AwaitingBroker(socket) =
-            std::mem::replace(&mut *lock(&self.0), HandshakeState::Finished)
+            std::mem::replace(&mut *self.0.lock(), HandshakeState::Finished)
         {
             // lapin's thread reads the end of the stream and ends.
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
-}
-
-fn lock(state: &Mutex<HandshakeState>) -> MutexGuard<'_, HandshakeState> {
-    // No code panics while it holds the lock.
-    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(unix)]

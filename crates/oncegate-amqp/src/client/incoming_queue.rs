@@ -1,8 +1,9 @@
 //! The queue of deliveries and revocations from the driver to the source.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 
+use oncegate_core::internal::Lock;
 use oncegate_core::source::{Delivery, Incoming, Limit};
 use tokio::sync::Notify;
 
@@ -19,7 +20,7 @@ pub(crate) struct IncomingClosed;
 /// Bounded by the prefetch: deliveries of a lost channel are removed before the next one opens.
 #[derive(Default)]
 struct IncomingQueue {
-    state: Mutex<IncomingQueueState>,
+    state: Lock<IncomingQueueState>,
     wake: Notify,
 }
 
@@ -50,7 +51,7 @@ pub(crate) fn incoming_queue() -> (IncomingSender, IncomingReceiver) {
 impl IncomingQueue {
     fn state(&self) -> MutexGuard<'_, IncomingQueueState> {
         // No code panics while it holds the lock.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -144,15 +145,7 @@ mod tests {
     use super::*;
 
     fn delivery(epoch: u64, position: u64) -> Delivery {
-        Delivery {
-            message: Message::new("12345"),
-            receipt: Receipt {
-                epoch,
-                partition: 0,
-                position,
-            },
-            failures: 0,
-        }
+        Delivery::new(Message::new("12345"), Receipt::new(epoch, position))
     }
 
     fn summarize(incoming: &[Incoming]) -> Vec<(u64, Option<u64>)> {
@@ -171,7 +164,7 @@ mod tests {
         bytes: usize,
     ) -> Option<Vec<(u64, Option<u64>)>> {
         let mut into = Vec::new();
-        let receiving = receiver.receive(Limit { count, bytes }, &mut into);
+        let receiving = receiver.receive(Limit::new(count, bytes), &mut into);
         match tokio::time::timeout(std::time::Duration::from_millis(20), receiving).await {
             Ok(outcome) => outcome.ok().map(|()| summarize(&into)),
             Err(_) => Some(Vec::new()),

@@ -5,21 +5,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use lapin::uri::{AMQPScheme, AMQPUri};
 use oncegate_core::source::SourceError;
 
-use crate::client::ipv6_url;
+use crate::client::{ipv6_url, url_parameters};
 
 /// The heartbeat interval in seconds, unless the URL has one.
 const HEARTBEAT: u16 = 10;
 /// The timeout of the whole handshake in milliseconds, unless the URL has one.
 const CONNECTION_TIMEOUT: u64 = 5_000;
-/// The supported query parameters. lapin would ignore others, such as `verify` or `cacertfile`, so
-/// they are an error.
-const QUERY_PARAMETERS: [&str; 5] = [
-    "heartbeat",
-    "connection_timeout",
-    "frame_max",
-    "channel_max",
-    "auth_mechanism",
-];
 
 /// One node of a broker.
 pub(crate) struct BrokerNode {
@@ -97,17 +88,7 @@ impl BrokerNode {
             return Err(url_error("it has no host"));
         }
         let query = path.split_once('?').map_or("", |(_, query)| query);
-        let names = query
-            .split('&')
-            .filter(|part| !part.is_empty())
-            .map(|part| part.split('=').next().unwrap_or_default());
-        if names
-            .into_iter()
-            .any(|name| !QUERY_PARAMETERS.contains(&name))
-        {
-            let text = "it has an unsupported query parameter; the supported ones are heartbeat, connection_timeout, frame_max, channel_max and auth_mechanism";
-            return Err(url_error(text));
-        }
+        url_parameters::check(query).map_err(url_error)?;
         uri.query.heartbeat.get_or_insert(HEARTBEAT);
         uri.query
             .connection_timeout

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncegate_core::LogThrottle;
+use oncegate_core::internal::LogThrottle;
 use tokio::time::Instant;
 
 /// How often the same problem is logged.

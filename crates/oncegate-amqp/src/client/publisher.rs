@@ -5,13 +5,14 @@
 //! such a connection would wait for the end of the alarm.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
 use lapin::types::ShortString;
 use lapin::{Connection, Event};
+use oncegate_core::internal::Lock;
 use tokio::sync::Mutex;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::{AbortHandle, JoinSet};
@@ -48,7 +49,7 @@ pub(crate) struct PublisherContext {
     open_epoch: Arc<AtomicU64>,
     confirmations: UnboundedSender<Vec<ConfirmedCopy>>,
     connection: Mutex<PublishConnection>,
-    throttle: std::sync::Mutex<ProblemThrottle>,
+    throttle: Lock<ProblemThrottle>,
 }
 
 /// The connection for publishing. It is opened when there is something to publish.
@@ -132,7 +133,7 @@ impl PublisherContext {
             open_epoch,
             confirmations,
             connection: Mutex::default(),
-            throttle: std::sync::Mutex::default(),
+            throttle: Lock::default(),
         })
     }
 
@@ -193,7 +194,7 @@ impl PublisherContext {
     pub(crate) fn warn(&self, error: &str, pause: Duration) {
         let (queue, broker) = (&*self.source.name, self.source.redacted_url());
         // No code panics while it holds the lock.
-        let mut throttle = self.throttle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut throttle = self.throttle.lock();
         if throttle.is_due(error, Instant::now()) {
             tracing::warn!(
                 queue,

@@ -9,7 +9,7 @@
 //! - *May be removed:* never.
 
 use lapin::options::{BasicNackOptions, BasicRejectOptions};
-use oncegate_core::fault;
+use oncegate_core::internal::fault;
 
 use crate::client::close_delay::CloseDelay;
 use crate::client::session::ConsumerSession;

@@ -9,7 +9,7 @@ use lapin::options::{
     BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicQosOptions, BasicRejectOptions,
 };
 use lapin::{Channel, Connection, Consumer, ErrorKind};
-use oncegate_core::fault;
+use oncegate_core::internal::fault;
 use oncegate_core::source::SourceError;
 use tokio::time::Instant;
 

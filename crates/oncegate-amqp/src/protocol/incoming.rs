@@ -7,7 +7,7 @@ use bytes::Bytes;
 use lapin::BasicProperties;
 use lapin::message::Delivery as RawDelivery;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin, Position};
+use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin};
 use oncegate_core::source::{Delivery, Receipt, headers};
 
 use crate::protocol::queue_settings::QueueSettings;
@@ -76,23 +76,17 @@ pub(crate) fn parse_delivery(
         None => (routing_key, None),
     };
     let queue = &settings.name;
-    let message = Message {
-        origin: Origin {
-            name: Arc::clone(queue),
-            position: Position::Queue,
-            system: Some("rabbitmq"),
-        },
-        key: Some(key),
-        message_id: properties
-            .message_id()
-            .as_ref()
-            .map(|id| Bytes::copy_from_slice(id.as_str().as_bytes())),
-        headers,
-        body: Bytes::from(data),
-        sent_at: properties
-            .timestamp()
-            .and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
-    };
+    let origin = Origin::new(Arc::clone(queue)).with_system("rabbitmq");
+    let mut message = Message::received(origin, data);
+    message.key = Some(key);
+    message.message_id = properties
+        .message_id()
+        .as_ref()
+        .map(|id| Bytes::copy_from_slice(id.as_str().as_bytes()));
+    message.headers = headers;
+    message.sent_at = properties
+        .timestamp()
+        .and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds)));
     let failures = table.map_or(0, |table| {
         // With `Rejects::Published` the broker adds no `x-death` for this source's rejections, so the
         // header may be forged by a producer.
@@ -102,15 +96,7 @@ pub(crate) fn parse_delivery(
         failures_at_release(table).max(rejections.unwrap_or(0))
     });
     (
-        Delivery {
-            message,
-            receipt: Receipt {
-                epoch,
-                partition: 0,
-                position: delivery_tag,
-            },
-            failures,
-        },
+        Delivery::new(message, Receipt::new(epoch, delivery_tag)).with_failures(failures),
         OriginalProperties {
             properties,
             routing_key,
@@ -333,12 +319,7 @@ mod tests {
             (&*message.origin.name, message.origin.system),
             ("q", Some("rabbitmq"))
         );
-        let (epoch, partition, position) = (3, 0, 7);
-        let receipt = Receipt {
-            epoch,
-            partition,
-            position,
-        };
+        let receipt = Receipt::new(3, 7);
         assert_eq!((delivery.receipt, original.received), (receipt, NOW));
         assert!(original.properties.expiration().is_some());
         let out_of_range = BasicProperties::default().with_timestamp(u64::MAX);

@@ -388,15 +388,7 @@ mod tests {
         }
         let mut message = Message::new("body").with_key("orders.eu");
         message.headers = builder.finish();
-        Delivery {
-            message,
-            receipt: Receipt {
-                epoch: 2,
-                partition: 0,
-                position: 9,
-            },
-            failures: 4,
-        }
+        Delivery::new(message, Receipt::new(2, 9)).with_failures(4)
     }
 
     fn rejected(delivery: &Delivery, reason: Reason, original: &OriginalProperties) -> MessageCopy {

@@ -31,11 +31,7 @@ async fn reject_and_release(fixture: &QueueFixture, source: &mut RabbitMqSource)
             } else {
                 release(Duration::from_secs(25))
             };
-            Settled {
-                delivery,
-                settlement,
-                failure_history: None,
-            }
+            Settled::new(delivery, settlement)
         })
         .collect();
     source.settle(&mut settled).await.expect("settled");

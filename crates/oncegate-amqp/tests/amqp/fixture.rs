@@ -251,10 +251,7 @@ async fn open_with(source: RabbitMq, options: ConnectOptions) -> Box<RabbitMqSou
     )
 }
 
-pub(crate) const LIMIT: Limit = Limit {
-    count: 1_000,
-    bytes: 1 << 20,
-};
+pub(crate) const LIMIT: Limit = Limit::new(1_000, 1 << 20);
 
 /// Receives this many deliveries, and the revoked epochs in between.
 pub(crate) async fn deliveries(
@@ -297,7 +294,7 @@ pub(crate) fn channel_and_tag(delivery: &Delivery) -> (u64, u64) {
 /// The next delivery.
 pub(crate) async fn delivery(source: &mut RabbitMqSource) -> Delivery {
     receive_within(
-        Limit { count: 1, ..LIMIT },
+        Limit::new(1, LIMIT.bytes),
         source,
         1,
         Duration::from_secs(10),
@@ -325,11 +322,7 @@ pub(crate) async fn settle(
     settlement: Settlement,
 ) {
     source
-        .settle(&mut vec![Settled {
-            delivery,
-            settlement,
-            failure_history: None,
-        }])
+        .settle(&mut vec![Settled::new(delivery, settlement)])
         .await
         .expect("settled");
 }

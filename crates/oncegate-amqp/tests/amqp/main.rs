@@ -90,11 +90,7 @@ async fn deliveries_settled_just_before_closing_are_not_redelivered() {
         // The first stays unsettled, so that the others are acknowledged one by one.
         let mut settled: Vec<_> = all
             .drain(1..)
-            .map(|delivery| Settled {
-                delivery,
-                settlement: accept(),
-                failure_history: None,
-            })
+            .map(|delivery| Settled::new(delivery, accept()))
             .collect();
         source.settle(&mut settled).await.expect("settled");
         close(source).await;
@@ -180,11 +176,8 @@ async fn rejected_deliveries_are_in_their_queues_with_their_failure_headers() {
                 failure_history.attempts = 2;
                 failure_history.fence = 2;
                 failure_history.last_error = Some("no such card".into());
-                Settled {
-                    delivery,
-                    settlement: Settlement::Reject(reason),
-                    failure_history: Some(Box::new(failure_history)),
-                }
+                Settled::new(delivery, Settlement::Reject(reason))
+                    .with_failure_history(failure_history)
             })
             .collect();
         source.settle(&mut settled).await.expect("settled");

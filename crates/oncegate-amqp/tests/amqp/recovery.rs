@@ -383,14 +383,13 @@ async fn a_repeated_settlement_on_an_open_channel_is_ignored_and_not_counted_as_
     let mut source = open(fixture.source(QueueKind::Quorum).status(status.clone())).await;
     fixture.publish("a").await;
     let settled = delivery(&mut source).await;
-    let copy = || Delivery {
-        message: settled.message.clone(),
-        receipt: Receipt {
-            epoch: settled.receipt.epoch,
-            partition: settled.receipt.partition,
-            position: settled.receipt.position,
-        },
-        failures: settled.failures,
+    let copy = || {
+        Delivery::new(
+            settled.message.clone(),
+            Receipt::new(settled.receipt.epoch, settled.receipt.position)
+                .with_partition(settled.receipt.partition),
+        )
+        .with_failures(settled.failures)
     };
     for settlement in [accept(), accept(), Settlement::Reject(Reason::Refused)] {
         settle(&mut source, copy(), settlement).await;

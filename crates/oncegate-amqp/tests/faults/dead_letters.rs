@@ -127,10 +127,7 @@ async fn reject_with_source(source: RabbitMq, status: &RabbitMqStatus) {
     let mut seen = 0;
     while seen < MESSAGES {
         let mut into = Vec::new();
-        let limit = Limit {
-            count: 256,
-            bytes: 1 << 20,
-        };
+        let limit = Limit::new(256, 1 << 20);
         tokio::time::timeout(TIMEOUT, source.receive(limit, &mut into))
             .await
             .expect("in time")
@@ -140,11 +137,10 @@ async fn reject_with_source(source: RabbitMq, status: &RabbitMqStatus) {
         failure_history.attempts = 1;
         failure_history.last_error = Some("no such order".into());
         let rejected = into.into_iter().map(|incoming| match incoming {
-            Incoming::Delivery(delivery) => Settled {
-                delivery,
-                settlement: Settlement::Reject(Reason::Refused),
-                failure_history: Some(Box::new(failure_history.clone())),
-            },
+            Incoming::Delivery(delivery) => {
+                Settled::new(delivery, Settlement::Reject(Reason::Refused))
+                    .with_failure_history(failure_history.clone())
+            }
             Incoming::Revoked(epoch) => panic!("channel {epoch} was lost"),
         });
         let mut rejected: Vec<_> = rejected.collect();

@@ -389,7 +389,7 @@ async fn a_lost_single_active_consumer_consumes_again_with_unsettled_deliveries(
     publish("held").await;
     let mut into = Vec::new();
     source
-        .receive(Limit { count: 1, bytes: 1 }, &mut into)
+        .receive(Limit::new(1, 1), &mut into)
         .await
         .expect("received");
     tokio::task::block_in_place(|| lose_consumer(&server));
@@ -398,16 +398,8 @@ async fn a_lost_single_active_consumer_consumes_again_with_unsettled_deliveries(
     let (timeout, mut bodies) = (tokio::time::Instant::now() + TIMEOUT, Vec::new());
     while bodies.len() < 2 {
         let mut into = Vec::new();
-        let receiving = tokio::time::timeout_at(
-            timeout,
-            source.receive(
-                Limit {
-                    count: 9,
-                    bytes: 1_000,
-                },
-                &mut into,
-            ),
-        );
+        let receiving =
+            tokio::time::timeout_at(timeout, source.receive(Limit::new(9, 1_000), &mut into));
         receiving.await.expect("in time").expect("received");
         bodies.extend(into.into_iter().filter_map(|incoming| match incoming {
             Incoming::Delivery(delivery) => Some(delivery.message.body),
@@ -459,7 +451,7 @@ async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
         sent.await.expect("sent");
         let mut into = Vec::new();
         source
-            .receive(Limit { count: 1, bytes: 1 }, &mut into)
+            .receive(Limit::new(1, 1), &mut into)
             .await
             .expect("received");
         let Some(Incoming::Delivery(delivery)) = into.pop() else {
@@ -473,11 +465,10 @@ async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
                 .expect("suspended");
         }
         source
-            .settle(&mut vec![Settled {
+            .settle(&mut vec![Settled::new(
                 delivery,
-                settlement: Settlement::Reject(Reason::Refused),
-                failure_history: None,
-            }])
+                Settlement::Reject(Reason::Refused),
+            )])
             .await
             .expect("settled");
         let deadline = Instant::now() + TIMEOUT;

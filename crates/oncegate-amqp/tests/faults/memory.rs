@@ -75,21 +75,11 @@ async fn memory_does_not_grow_over_two_hundred_thousand_messages() {
         let mut into = Vec::new();
         let receiving = tokio::time::timeout(
             Duration::from_secs(60),
-            source.receive(
-                Limit {
-                    count: 64,
-                    bytes: 1 << 20,
-                },
-                &mut into,
-            ),
+            source.receive(Limit::new(64, 1 << 20), &mut into),
         );
         receiving.await.expect("in time").expect("received");
         let taken = into.into_iter().map(|incoming| match incoming {
-            Incoming::Delivery(delivery) => Settled {
-                delivery,
-                settlement: accepted(),
-                failure_history: None,
-            },
+            Incoming::Delivery(delivery) => Settled::new(delivery, accepted()),
             Incoming::Revoked(epoch) => panic!("{epoch} was lost"),
         });
         let mut settled: Vec<_> = taken.collect();

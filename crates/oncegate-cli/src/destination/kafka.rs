@@ -435,11 +435,9 @@ fn as_message(dead_letter: &DeadLetter) -> oncegate::Message {
         (dead_letter.location.partition, dead_letter.location.offset)
     {
         let position = oncegate::Position::Offset { partition, offset };
-        message.origin = oncegate::Origin {
-            name: dead_letter.location.name.as_str().into(),
-            position,
-            system: Some("kafka"),
-        };
+        message.origin = oncegate::Origin::new(dead_letter.location.name.as_str())
+            .with_position(position)
+            .with_system("kafka");
     }
     message
 }

@@ -10,6 +10,7 @@
 
 mod properties;
 mod publish;
+mod reply_timeout;
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -25,6 +26,7 @@ use oncegate::marker::Token;
 use oncegate::source::headers;
 
 use self::properties::{XDeath, as_message, delivery_count, ordering_key, text};
+use self::reply_timeout::within_limit;
 use super::{
     AuditedStates, Broker, DeadLetter, DeadLetterState, DeliveryCountPolicy, Destination,
     REPLACE_AT_COUNT,
@@ -117,16 +119,6 @@ pub(crate) async fn declare_passively(channel: &Channel, queue: &str) -> lapin::
     };
     let declared = channel.queue_declare(queue.into(), options, FieldTable::default());
     Ok(within_limit(declared).await?.message_count())
-}
-
-/// The reply to a request, or an error after [`REQUEST_TIMEOUT`]: when a connection ends, lapin
-/// 4.12.3 may leave a request without a reply.
-async fn within_limit<T>(request: impl Future<Output = lapin::Result<T>>) -> lapin::Result<T> {
-    let limited = tokio::time::timeout(REQUEST_TIMEOUT, request).await;
-    limited.unwrap_or_else(|_| {
-        let text = format!("RabbitMQ did not reply within {REQUEST_TIMEOUT:?}");
-        Err(std::io::Error::new(std::io::ErrorKind::TimedOut, text).into())
-    })
 }
 
 /// Detects the type of a queue by declaring it with several sets of arguments: if the existing

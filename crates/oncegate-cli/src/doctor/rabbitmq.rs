@@ -12,8 +12,8 @@ use crate::config::Config;
 use crate::destination::{Destination, rabbitmq};
 use crate::error::CliError;
 
-/// The time limit of all requests together. When a connection ends, lapin 4.12.3 may leave a
-/// request without a reply.
+/// The time limit of all requests together. lapin may leave one without a reply, see
+/// `destination::rabbitmq::reply_timeout`.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// The time limit of closing the connection.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);

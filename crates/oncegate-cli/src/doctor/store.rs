@@ -296,13 +296,9 @@ fn check_memory(
         } else {
             Markers::Plain
         };
-        let load = Load {
-            messages_per_second: rate,
-            window: config.window(),
-            markers,
-            primaries,
-            ..Load::default()
-        };
+        let load = Load::new(rate, config.window())
+            .with_markers(markers)
+            .with_primaries(primaries);
         let needs = plan(&load).memory;
         if needs > limit {
             let what = format!(

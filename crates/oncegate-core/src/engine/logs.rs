@@ -494,7 +494,9 @@ mod tests {
             fields.push(match lines {
                 SuppressedKind::Rejected => "more messages rejected than logged".to_owned(),
                 SuppressedKind::InDoubt => "more messages in doubt than logged".to_owned(),
-                SuppressedKind::Warn(lines) | SuppressedKind::Info(lines) => format!("lines=\"{lines}\""),
+                SuppressedKind::Warn(lines) | SuppressedKind::Info(lines) => {
+                    format!("lines=\"{lines}\"")
+                }
             });
         }
         let first = logs.report_at().expect("a time");

@@ -2,9 +2,10 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{self, Poll, Waker};
 
+use crate::internal::Lock;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
@@ -62,19 +63,19 @@ struct RunStarter<H, D, M, F> {
 type FutureBox<F> = Pin<Box<Option<F>>>;
 
 /// The boxes that no run uses.
-struct FutureBoxPool<F>(Mutex<Vec<FutureBox<F>>>);
+struct FutureBoxPool<F>(Lock<Vec<FutureBox<F>>>);
 
 /// The maximum number of boxes in the pool.
 const MAX_POOLED_BOXES: usize = 256;
 
 impl<F> FutureBoxPool<F> {
     fn take(&self) -> FutureBox<F> {
-        let boxed = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let boxed = self.0.lock().pop();
         boxed.unwrap_or_else(|| Box::pin(None))
     }
 
     fn put_back(&self, boxed: FutureBox<F>) {
-        let mut pool = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pool = self.0.lock();
         if pool.len() < MAX_POOLED_BOXES {
             pool.push(boxed);
         }
@@ -95,7 +96,7 @@ pub(super) fn starter<H: Handler, D: Decode>(
         execution,
         finished,
         boxed: None,
-        pool: Arc::new(FutureBoxPool(Mutex::default())),
+        pool: Arc::new(FutureBoxPool(Lock::default())),
     })
 }
 
@@ -234,14 +235,14 @@ pub(super) struct FinishedRun {
 /// because the engine takes all of them at once.
 #[derive(Default)]
 pub(super) struct FinishedRuns {
-    queue: Mutex<Vec<FinishedRun>>,
+    queue: Lock<Vec<FinishedRun>>,
     /// Notified when the queue gets its first result.
     not_empty: Notify,
 }
 
 impl FinishedRuns {
     fn push(&self, run: FinishedRun) {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.queue.lock();
         queue.push(run);
         let is_first = queue.len() == 1;
         drop(queue);
@@ -252,7 +253,7 @@ impl FinishedRuns {
 
     /// Moves all results to `into`, which is empty.
     pub(super) fn take(&self, into: &mut Vec<FinishedRun>) {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.queue.lock();
         std::mem::swap(&mut *queue, into);
     }
 

@@ -1,8 +1,9 @@
 //! The builder of a gate.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
+use crate::internal::Lock;
 use tokio::sync::mpsc::unbounded_channel;
 
 use super::{Gate, GateInner, WhenHeld};
@@ -152,9 +153,9 @@ impl<T> GateBuilder<T> {
             policy,
             when_held,
             outcomes: Outcomes::new(),
-            breaker: Mutex::new(Breaker::closed()),
+            breaker: Lock::new(Breaker::closed()),
             renewals,
-            slots: Mutex::new(Slots::new(INITIAL_SLOTS)),
+            slots: Lock::new(Slots::new(INITIAL_SLOTS)),
         })))
     }
 }

@@ -1,7 +1,7 @@
 //! One run of work through a gate.
 
 use std::future::Future;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::Instrument;
@@ -45,12 +45,7 @@ pub(super) struct GuardedRun<'a, T> {
 
 impl<'a, T> GuardedRun<'a, T> {
     pub(super) fn new(gate: &'a Gate, id: MessageId) -> Self {
-        let slot = gate
-            .0
-            .slots
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(());
+        let slot = gate.0.slots.lock().insert(());
         let history = History {
             failures: 0,
             freshness: Freshness::Fresh,
@@ -338,11 +333,6 @@ impl<T> Drop for GuardedRun<'_, T> {
     fn drop(&mut self) {
         let ended = std::iter::once(self.slot.index);
         self.gate.0.renewals.update(ended, std::iter::empty());
-        self.gate
-            .0
-            .slots
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(self.slot);
+        self.gate.0.slots.lock().remove(self.slot);
     }
 }

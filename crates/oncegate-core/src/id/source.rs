@@ -28,7 +28,6 @@ pub struct IdSource(IdReader);
 
 /// What [`Builder::id`](crate::Builder::id) accepts: an [`IdSource`]. The compiler's error for
 /// anything else names the constructors.
-#[doc(hidden)]
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not say where the id is read from",
     label = "this is not an `IdSource`",

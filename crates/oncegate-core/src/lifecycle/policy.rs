@@ -17,7 +17,7 @@ pub enum Outage {
     PassThrough,
 }
 
-/// The settings that [`transition`](super::transition) depends on.
+/// The settings that `transition` depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Policy {
     /// The guarantee.

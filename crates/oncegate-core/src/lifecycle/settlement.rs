@@ -20,8 +20,8 @@ pub enum Settlement {
     Reject(Reason),
 }
 
-/// Proves that a delivery may be accepted. Only [`transition`](super::transition) creates one, from
-/// a verdict of the store or from a run without the store.
+/// Proves that a delivery may be accepted. Only `transition` creates one, from a verdict of the
+/// store or from a run without the store.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub struct Proof(pub(super) ProofKind);
 

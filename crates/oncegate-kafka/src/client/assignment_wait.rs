@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::LogThrottle;
+use oncegate_core::internal::LogThrottle;
 
 use crate::settings::{GroupProtocol, Kafka, SessionTimeout};
 use crate::shared::SourceState;

@@ -4,17 +4,6 @@
 //! reference counts for each. Here, several messages are read at once from a separate queue, and
 //! only their bytes are copied.
 //!
-//! # Workarounds
-//! - *Symptom:* an error code of the broker that the enum of the bindings lacks is undefined
-//!   behavior. *Version:* rdkafka-sys 4.10.0. *Workaround:* invariant 6. *Upstream:*
-//!   fede1024/rust-rdkafka#127 (open). *Test:*
-//!   `an_error_code_that_the_bindings_do_not_have_is_unknown`. *May be removed* when the bindings
-//!   have integers instead of the enum.
-//! - *Symptom:* rdkafka adds log lines to the main queue, where they delay rebalances. *Version:*
-//!   rdkafka 0.39.0. *Workaround:* invariant 5. *Upstream:*
-//!   `docs/upstream/rust-rdkafka-log-queue.md`. *Test:* `log_lines_do_not_delay_rebalances` in
-//!   `start_position`. *May be removed* when the queue of the log can be chosen.
-//!
 //! # Invariants
 //! 1. A [`MessageQueue`] holds its consumer, so the client outlives the queue, as
 //!    `rd_kafka_queue_destroy` requires.
@@ -23,35 +12,32 @@
 //! 3. [`FetchedMessages`] destroys every message that `rd_kafka_consume_batch_queue` returned
 //!    exactly once. No pointer into a message outlives it: all its bytes are copied first.
 //! 4. The main queue is never read in batches; only the safe wrapper serves rebalances.
-//! 5. librdkafka's log has a queue of its own, which only [`MessageQueue`] polls. Each event is
-//!    destroyed exactly once, where it was polled, after its text was copied. In the main queue log
-//!    lines would delay rebalances, and there may be more lines than are served per turn.
-//! 6. A message's error code may come from the broker, which may know codes that the enum of the
-//!    bindings does not have. It is read as a number, and no reference to a whole native message is
-//!    created: fields are read one by one.
+//! 5. librdkafka's log has a queue of its own, which only [`LogQueue`] polls. Each event is
+//!    destroyed exactly once, where it was polled, after its text was copied.
+//! 6. No reference to a whole native message is created: fields are read one by one, and the error code
+//!    as [`error_code`] describes.
+
+mod error_code;
+mod log_queue;
 
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{self, NonNull};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use oncegate_core::Headers;
+use oncegate_core::internal::Lock;
 use rdkafka::bindings as native;
-use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::RDKafkaErrorCode;
 use rdkafka::message::BorrowedMessage;
 use rdkafka::types::RDKafkaRespErr;
 
-use super::lock;
+use self::log_queue::LogQueue;
 
 /// Maximum number of messages per read.
 pub(crate) const MAX_BATCH: usize = 256;
-
-/// Maximum number of log lines that one call of [`MessageQueue::forward_log`] forwards, so that the
-/// call ends even if librdkafka writes lines faster than they are forwarded.
-const MAX_LOG_LINES: usize = 10_000;
 
 /// The bytes of messages are copied into shared blocks of at most this size. A larger message has a
 /// block of its own.
@@ -60,11 +46,10 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// The message queue: librdkafka's queues of the assigned partitions are forwarded to it.
 pub(crate) struct MessageQueue<C: ConsumerContext + 'static> {
     native: NonNull<native::rd_kafka_queue_t>,
-    /// The queue of librdkafka's log lines.
-    log_queue: NonNull<native::rd_kafka_queue_t>,
+    log_queue: LogQueue<C>,
     consumer: Arc<BaseConsumer<C>>,
     /// The full partitions, whose own queues are not forwarded to this queue.
-    unforwarded: Mutex<Vec<(Arc<str>, i32)>>,
+    unforwarded: Lock<Vec<(Arc<str>, i32)>>,
 }
 
 // SAFETY: invariant 2; the consumer is `Send` and `Sync` by itself.
@@ -106,51 +91,20 @@ pub(crate) struct PartitionError {
 impl<C: ConsumerContext + 'static> MessageQueue<C> {
     /// Creates the queues of this client; `None` if librdkafka is out of memory.
     pub(crate) fn new(consumer: &Arc<BaseConsumer<C>>) -> Option<Self> {
-        let client = consumer.client().native_ptr();
         // SAFETY: the client lives, `consumer` holds it.
-        let (queue, log_queue) = unsafe {
-            (
-                native::rd_kafka_queue_new(client),
-                native::rd_kafka_queue_new(client),
-            )
-        };
-        let queue = Self {
+        let queue = unsafe { native::rd_kafka_queue_new(consumer.client().native_ptr()) };
+        Some(Self {
             native: NonNull::new(queue)?,
-            log_queue: NonNull::new(log_queue)?,
+            log_queue: LogQueue::new(consumer)?,
             consumer: consumer.clone(),
-            unforwarded: Mutex::default(),
-        };
-        // SAFETY: client and queue live. The only possible error is that log lines are not queued,
-        // and the wrapper sets `log.queue`.
-        unsafe { native::rd_kafka_set_log_queue(client, queue.log_queue.as_ptr()) };
-        Some(queue)
+            unforwarded: Lock::default(),
+        })
     }
 
     /// Passes librdkafka's log lines since the last call to `ClientContext::log`, in order. Serves
     /// no other events, so it may be called inside a rebalance.
     pub(crate) fn forward_log(&self) {
-        for _ in 0..MAX_LOG_LINES {
-            // SAFETY: the queue lives.
-            let event = unsafe { native::rd_kafka_queue_poll(self.log_queue.as_ptr(), 0) };
-            if event.is_null() {
-                return;
-            }
-            let (mut facility, mut line, mut level) = (ptr::null(), ptr::null(), 0);
-            // SAFETY: the event lives, and the three variables are local.
-            if unsafe { native::rd_kafka_event_log(event, &mut facility, &mut line, &mut level) }
-                == 0
-            {
-                // SAFETY: both end in NUL, and live as long as the event.
-                let (facility, line) = unsafe { (CStr::from_ptr(facility), CStr::from_ptr(line)) };
-                self.consumer.context().log(
-                    level_of(level),
-                    facility.to_string_lossy().trim(),
-                    line.to_string_lossy().trim(),
-                );
-            }
-            // SAFETY: polling passed the event to this code, which destroys it once (invariant 5).
-            unsafe { native::rd_kafka_event_destroy(event) }
-        }
+        self.log_queue.forward();
     }
 
     /// Number of operations in the queue that are not read yet: messages and errors.
@@ -170,7 +124,7 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
     /// Stops forwarding these partitions, whose own queues then fill up to `queued.min.messages`,
     /// and forwards all others again, including the messages fetched in between.
     pub(crate) fn forward_all_except(&self, partitions: Vec<(Arc<str>, i32)>) {
-        let mut unforwarded = lock(&self.unforwarded);
+        let mut unforwarded = self.unforwarded.lock();
         for (topic, partition) in partitions.iter().filter(|it| !unforwarded.contains(it)) {
             self.forward(topic, *partition, ptr::null_mut());
         }
@@ -265,32 +219,8 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
 
 impl<C: ConsumerContext + 'static> Drop for MessageQueue<C> {
     fn drop(&mut self) {
-        self.forward_log();
-        // SAFETY: the client lives (invariant 1), and so does its main queue, which receives the
-        // log lines from now on. All three handles are owned here and destroyed once.
-        unsafe {
-            let client = self.consumer.client().native_ptr();
-            let main = native::rd_kafka_queue_get_main(client);
-            native::rd_kafka_set_log_queue(client, main);
-            native::rd_kafka_queue_destroy(main);
-            native::rd_kafka_queue_destroy(self.log_queue.as_ptr());
-            native::rd_kafka_queue_destroy(self.native.as_ptr());
-        }
-    }
-}
-
-/// The log level of a syslog severity.
-fn level_of(level: i32) -> RDKafkaLogLevel {
-    use RDKafkaLogLevel as L;
-    match level {
-        ..=0 => L::Emerg,
-        1 => L::Alert,
-        2 => L::Critical,
-        3 => L::Error,
-        4 => L::Warning,
-        5 => L::Notice,
-        6 => L::Info,
-        7.. => L::Debug,
+        // SAFETY: the client lives (invariant 1). The queue is owned here and destroyed once.
+        unsafe { native::rd_kafka_queue_destroy(self.native.as_ptr()) }
     }
 }
 
@@ -366,11 +296,10 @@ impl MessageCopier {
     /// # Safety
     /// `message` points to a message of librdkafka that lives until the call returns.
     unsafe fn take(&mut self, message: *mut native::rd_kafka_message_t) {
-        // SAFETY: the caller's promise; librdkafka sets every field that is read here. An enum of
-        // the bindings has the size of an `i32`, and any number is a valid `i32` (invariant 6).
-        let (code, rkt, partition, offset, key, key_len, payload, len) = unsafe {
+        // SAFETY: the caller's promise; librdkafka sets every field that is read here.
+        let (error, rkt, partition, offset, key, key_len, payload, len) = unsafe {
             (
-                (&raw const (*message).err).cast::<i32>().read(),
+                error_code::of(message),
                 (*message).rkt,
                 (*message).partition,
                 (*message).offset,
@@ -382,12 +311,12 @@ impl MessageCopier {
         };
         // SAFETY: a message's topic lives as long as the message.
         let topic = unsafe { self.topic(rkt) };
-        if code != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR as i32 {
+        if let Some(code) = error {
             self.batch.errors.push(PartitionError {
                 topic,
                 partition,
                 offset,
-                code: error_code(code),
+                code,
             });
             return;
         }
@@ -488,11 +417,6 @@ impl MessageCopier {
     }
 }
 
-/// The error code with this number, or `Unknown` if the bindings do not have it.
-fn error_code(code: i32) -> RDKafkaErrorCode {
-    RDKafkaRespErr::try_from(code).map_or(RDKafkaErrorCode::Unknown, Into::into)
-}
-
 /// The bytes at `start`; `None` if it is null.
 ///
 /// # Safety
@@ -506,15 +430,6 @@ unsafe fn bytes<'a>(start: *const c_void, length: usize) -> Option<&'a [u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn an_error_code_that_the_bindings_do_not_have_is_unknown() {
-        assert_eq!(error_code(-185), RDKafkaErrorCode::OperationTimedOut);
-        assert_eq!(error_code(2), RDKafkaErrorCode::InvalidMessage);
-        for code in [i32::MIN, -200_000, 9_999, i32::from(i16::MAX)] {
-            assert_eq!(error_code(code), RDKafkaErrorCode::Unknown);
-        }
-    }
 
     #[test]
     fn a_message_with_an_unknown_error_code_is_an_error() {

@@ -1,10 +1,12 @@
 //! The callbacks that librdkafka calls: for rebalances, commits, errors, statistics and log lines.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{SourceError, fault};
+use oncegate_core::SourceError;
+use oncegate_core::internal::Lock;
+use oncegate_core::internal::fault;
 use rdkafka::client::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, ConsumerContext};
@@ -15,7 +17,7 @@ use rdkafka::types::RDKafkaRespErr;
 use super::batch::MessageQueue;
 use super::connection_errors::ConnectionErrors;
 use super::topic_ids::TopicIds;
-use super::{error, lock, log, missing_topic_log, statistics};
+use super::{error, log, missing_topic_log, statistics};
 use crate::partition::PartitionEvent;
 use crate::settings::{Kafka, OutOfRange, StartAt};
 use crate::shared::SharedState;
@@ -38,10 +40,10 @@ pub(crate) struct CallbackContext {
     /// The queue that messages are read from. `None` until the polling loop of this client starts,
     /// and once the client closes. The queue holds the consumer, so the queue is removed before the
     /// consumer is dropped.
-    queue: Mutex<Option<Arc<MessageQueue<CallbackContext>>>>,
+    queue: Lock<Option<Arc<MessageQueue<CallbackContext>>>>,
     /// The last error that concerns the client and no partition. `topics` reads the error while it
     /// waits for a broker.
-    last_error: Mutex<Option<(RDKafkaErrorCode, String)>>,
+    last_error: Lock<Option<(RDKafkaErrorCode, String)>>,
     pub(super) connection_errors: Arc<ConnectionErrors>,
     /// Set once another client replaces this one. From then on, the statistics of this client are
     /// ignored, and a revocation only unassigns its partitions.
@@ -62,8 +64,8 @@ impl CallbackContext {
             topics: TopicIds::default(),
             request_budget: kafka.rebalance_step_limit(),
             drain_timeout: kafka.drain_timeout(),
-            queue: Mutex::default(),
-            last_error: Mutex::default(),
+            queue: Lock::default(),
+            last_error: Lock::default(),
             connection_errors,
             is_replaced: AtomicBool::new(false),
         }
@@ -89,15 +91,15 @@ impl CallbackContext {
 
     /// Returns and clears the last error that concerns the client and no partition.
     pub(super) fn take_last_error(&self) -> Option<(RDKafkaErrorCode, String)> {
-        lock(&self.last_error).take()
+        self.last_error.lock().take()
     }
 
     pub(super) fn queue(&self) -> Option<Arc<MessageQueue<CallbackContext>>> {
-        lock(&self.queue).clone()
+        self.queue.lock().clone()
     }
 
     pub(super) fn set_queue(&self, queue: Option<Arc<MessageQueue<CallbackContext>>>) {
-        *lock(&self.queue) = queue;
+        *self.queue.lock() = queue;
     }
 
     /// Passes librdkafka's log lines since the last call to [`log`](ClientContext::log).
@@ -137,7 +139,7 @@ impl ClientContext for CallbackContext {
             }
         }
         if let Some(code) = error.rdkafka_error_code() {
-            let mut last_error = lock(&self.last_error);
+            let mut last_error = self.last_error.lock();
             // librdkafka reports "all brokers down" right after a rejected login. The rejected
             // login is the cause, so that error is kept.
             if !(error::is_connection(code)

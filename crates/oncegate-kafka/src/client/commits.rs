@@ -1,6 +1,6 @@
 //! Stores and commits offsets.
 
-use oncegate_core::fault;
+use oncegate_core::internal::fault;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 

@@ -1,11 +1,9 @@
 //! Logs that no broker can be reached, at once and then at a bounded rate.
 
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use oncegate_core::LogThrottle;
-
-use super::lock;
+use oncegate_core::internal::Lock;
+use oncegate_core::internal::LogThrottle;
 
 /// How often a connection error that continues is logged.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
@@ -14,14 +12,14 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// attempt at each broker.
 pub(crate) struct ConnectionErrors {
     brokers: String,
-    throttle: Mutex<LogThrottle>,
+    throttle: Lock<LogThrottle>,
 }
 
 impl ConnectionErrors {
     pub(crate) fn new(brokers: &str) -> Self {
         Self {
             brokers: brokers.to_owned(),
-            throttle: Mutex::new(LogThrottle::every(LOG_INTERVAL)),
+            throttle: Lock::new(LogThrottle::every(LOG_INTERVAL)),
         }
     }
 
@@ -41,7 +39,7 @@ impl ConnectionErrors {
 
     /// Whether a line is due; if so, the next one is due after [`LOG_INTERVAL`].
     fn is_due(&self, now: Instant) -> bool {
-        lock(&self.throttle).due(now).is_some()
+        self.throttle.lock().due(now).is_some()
     }
 }
 

@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::pin::pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::LogThrottle;
+use oncegate_core::internal::Lock;
+use oncegate_core::internal::LogThrottle;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{kept_headers, rejection_headers};
 use rdkafka::ClientConfig;
@@ -14,7 +15,6 @@ use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
 
 use super::connection_errors::ConnectionErrors;
-use super::lock;
 use super::log::LogContext;
 use crate::settings::Destinations;
 use crate::shared::RejectedDelivery;
@@ -54,7 +54,7 @@ pub(crate) struct DeadLetters {
     /// that is sent alone can be identified as the rejected one.
     singles: RestartingProducer,
     /// The throttle of each kind of log line, by dead-letter topic and kind.
-    throttles: Mutex<HashMap<(String, &'static str), LogThrottle>>,
+    throttles: Lock<HashMap<(String, &'static str), LogThrottle>>,
 }
 
 /// A dead letter that is not confirmed yet, and how the next attempt sends it.
@@ -107,7 +107,7 @@ impl DeadLetters {
         let producer = |config| RestartingProducer {
             config,
             connection_errors: connection_errors.clone(),
-            current: Mutex::default(),
+            current: Lock::default(),
         };
         let mut singles_config = config.clone();
         singles_config.set("batch.num.messages", "1");
@@ -117,7 +117,7 @@ impl DeadLetters {
             destinations,
             batches,
             singles,
-            throttles: Mutex::default(),
+            throttles: Lock::default(),
         })
     }
 
@@ -261,7 +261,7 @@ impl DeadLetters {
 
     /// The number of suppressed log lines of this kind for the topic, if one is due.
     fn due(&self, topic: &str, line: &'static str, now: Instant) -> Option<u64> {
-        let mut throttles = lock(&self.throttles);
+        let mut throttles = self.throttles.lock();
         let throttle = throttles
             .entry((topic.to_owned(), line))
             .or_insert_with(|| LogThrottle::every(LOG_INTERVAL));
@@ -283,7 +283,7 @@ fn is_rejection(code: RDKafkaErrorCode) -> bool {
 struct RestartingProducer {
     config: ClientConfig,
     connection_errors: Arc<ConnectionErrors>,
-    current: Mutex<Option<DeadLetterProducer>>,
+    current: Lock<Option<DeadLetterProducer>>,
 }
 
 impl RestartingProducer {
@@ -306,7 +306,7 @@ impl RestartingProducer {
 
     /// The current producer, which is created if there is none.
     fn current(&self) -> Result<DeadLetterProducer, KafkaError> {
-        let mut producer = lock(&self.current);
+        let mut producer = self.current.lock();
         match &*producer {
             Some(producer) => Ok(producer.clone()),
             None => Ok(producer
@@ -340,7 +340,7 @@ impl RestartingProducer {
     /// Removes a failed producer, unless another call already has removed it. The next call of
     /// `send` creates a new one. A fatal error of an idempotent producer is permanent.
     fn replace(&self, failed: &DeadLetterProducer, reason: &str) {
-        let mut producer = lock(&self.current);
+        let mut producer = self.current.lock();
         if producer
             .as_ref()
             .is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr())
@@ -356,7 +356,7 @@ impl RestartingProducer {
 
 impl Drop for RestartingProducer {
     fn drop(&mut self) {
-        drop_on_thread(lock(&self.current).take());
+        drop_on_thread(self.current.lock().take());
     }
 }
 
@@ -464,21 +464,10 @@ mod tests {
         builder.push(b"oncegate-id\xff", Some(b"victim"));
         // Header names are case-sensitive.
         builder.push(b"Oncegate-Id", Some(b"mine"));
-        let message = Message {
-            headers: builder.finish(),
-            ..Message::new("body")
-        };
-        let receipt = Receipt {
-            epoch: 1,
-            partition: 0,
-            position: 0,
-        };
+        let message = Message::new("body").with_headers(builder.finish());
+        let receipt = Receipt::new(1, 0);
         let rejected = RejectedDelivery {
-            delivery: Delivery {
-                message,
-                receipt,
-                failures: 0,
-            },
+            delivery: Delivery::new(message, receipt),
             reason: Reason::TooLarge,
             failure_history: None,
         };

@@ -9,7 +9,7 @@
 //! - *Test:* `a_log_that_was_truncated_below_the_committed_offset_commits_lower` in `tests/kafka`.
 //! - *May be removed* when librdkafka commits each changed offset.
 
-use oncegate_core::fault;
+use oncegate_core::internal::fault;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 
 use super::commits::partition_list;

@@ -461,12 +461,9 @@ mod tests {
             assert!(Instant::now() < end, "{incoming:?}");
             serve(&consumer);
             consumer.context().read_batch(TURN);
-            shared.lock().hand_out(
-                Limit { count: 1, bytes: 1 },
-                usize::MAX,
-                &mut incoming,
-                &mut Vec::new(),
-            );
+            shared
+                .lock()
+                .hand_out(Limit::new(1, 1), usize::MAX, &mut incoming, &mut Vec::new());
         }
         cluster.request_errors(
             RDKafkaApiKey::Heartbeat,

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::fault;
+use oncegate_core::internal::fault;
 use rdkafka::consumer::{Consumer, RebalanceProtocol};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 

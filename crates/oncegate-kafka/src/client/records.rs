@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use oncegate_core::{SourceError, fault};
+use oncegate_core::SourceError;
+use oncegate_core::internal::fault;
 use rdkafka::consumer::Consumer;
 use rdkafka::error::{KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::Offset;

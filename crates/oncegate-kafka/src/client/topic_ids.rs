@@ -1,11 +1,11 @@
 //! Topic ids, and the topics that were deleted and created again.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, MutexGuard};
 
-use super::lock;
 use super::topic_id_log::{IdChange, NO_ID};
 use crate::partition::{LogIdentity, PositionIds, StartPosition, TopicIdentity, TopicMatch};
+use oncegate_core::internal::Lock;
 
 /// The topic ids from librdkafka's log, and which of them have changed. Kafka assigns each topic an
 /// id when it is created.
@@ -13,7 +13,7 @@ use crate::partition::{LogIdentity, PositionIds, StartPosition, TopicIdentity, T
 /// Clones share the state, so that a replacement client has the topic ids of the replaced one: a
 /// topic may be recreated after the old client ends and before the new one starts.
 #[derive(Clone, Default)]
-pub(crate) struct TopicIds(Arc<Mutex<TopicIdState>>);
+pub(crate) struct TopicIds(Arc<Lock<TopicIdState>>);
 
 #[derive(Default)]
 struct TopicIdState {
@@ -144,7 +144,7 @@ impl TopicIds {
     }
 
     fn lock(&self) -> MutexGuard<'_, TopicIdState> {
-        lock(&self.0)
+        self.0.lock()
     }
 }
 

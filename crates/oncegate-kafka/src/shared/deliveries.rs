@@ -113,28 +113,14 @@ pub(super) fn delivery(record: ConsumerRecord, epoch: u64) -> Delivery {
         headers,
         body,
     } = record;
-    let origin = Origin {
-        name: topic,
-        position: Position::Offset { partition, offset },
-        system: Some("kafka"),
-    };
-    Delivery {
-        message: Message {
-            origin,
-            key,
-            message_id: None,
-            headers,
-            body,
-            sent_at,
-        },
-        // Lossless: partition and offset of a delivered message are not negative.
-        receipt: Receipt {
-            epoch,
-            partition: partition as u32,
-            position: offset as u64,
-        },
-        failures: 0,
-    }
+    let origin = Origin::new(topic)
+        .with_position(Position::Offset { partition, offset })
+        .with_system("kafka");
+    let mut message = Message::received(origin, body);
+    (message.key, message.headers, message.sent_at) = (key, headers, sent_at);
+    // Lossless: partition and offset of a delivered message are not negative.
+    let receipt = Receipt::new(epoch, offset as u64).with_partition(partition as u32);
+    Delivery::new(message, receipt)
 }
 
 #[cfg(test)]

@@ -1,10 +1,11 @@
 //! The lock around the state, and the condition variable that wakes the polling thread.
 
 use std::ops::DerefMut;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::SourceState;
+use oncegate_core::internal::Lock;
 
 /// A lock around the state and a condition variable: those of the standard library, or in tests
 /// those of the crate shuttle, which runs threads in many schedules.
@@ -25,7 +26,7 @@ pub(crate) trait StateLock: Default {
 /// The lock and condition variable of the standard library.
 #[derive(Default)]
 pub(crate) struct StdLock {
-    state: Mutex<SourceState>,
+    state: Lock<SourceState>,
     changed: Condvar,
 }
 
@@ -35,7 +36,7 @@ impl StateLock for StdLock {
     fn lock(&self) -> Self::Guard<'_> {
         // A panic while the lock is held is a bug. An event that was applied incompletely can only
         // lower the offset to commit, so the state stays usable.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn wait<'a>(&'a self, guard: Self::Guard<'a>, limit: Duration) -> Self::Guard<'a> {

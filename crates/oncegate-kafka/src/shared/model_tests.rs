@@ -183,13 +183,7 @@ impl PartitionModel {
                 self.next = if self.is_read() { self.next } else { next };
             }
             HistoryEvent::HandOut => {
-                let (mut incoming, all) = (
-                    Vec::new(),
-                    Limit {
-                        count: usize::MAX,
-                        bytes: usize::MAX,
-                    },
-                );
+                let (mut incoming, all) = (Vec::new(), Limit::new(usize::MAX, usize::MAX));
                 self.state
                     .hand_out(all, usize::MAX, &mut incoming, &mut Vec::new());
                 for it in incoming {

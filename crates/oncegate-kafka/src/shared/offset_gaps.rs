@@ -9,7 +9,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::LogThrottle;
+use oncegate_core::internal::LogThrottle;
 
 use super::{AssignedPartition, SourceState};
 use crate::partition::{ExpiredGap, PartitionAction, PartitionEvent};

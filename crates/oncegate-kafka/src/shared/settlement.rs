@@ -25,6 +25,7 @@ impl<M: StateLock> SharedState<M> {
             delivery,
             settlement,
             failure_history,
+            ..
         } in settled.drain(..)
         {
             let is_assigned = match settlement {
@@ -34,10 +35,9 @@ impl<M: StateLock> SharedState<M> {
                     }
                     state.accept(&delivery.receipt)
                 }
-                Settlement::Release { failures, .. } => state.release(Delivery {
-                    failures,
-                    ..delivery
-                }),
+                Settlement::Release { failures, .. } => {
+                    state.release(delivery.with_failures(failures))
+                }
                 Settlement::Reject(reason) => {
                     let is_assigned = state.reject(&delivery);
                     rejected.extend(is_assigned.then_some(RejectedDelivery {
@@ -72,6 +72,7 @@ impl SourceState {
             epoch,
             partition,
             position,
+            ..
         } = delivery.receipt;
         let assigned = self.assigned.get_mut(&epoch);
         // Lossless: `position` was converted from an `i64` offset.

@@ -61,11 +61,7 @@ fn settle_beside(
         let shared = shared.clone();
         thread::spawn(move || {
             while let Some(delivery) = deliveries.pop() {
-                let rejected = shared.settle(&mut vec![Settled {
-                    delivery,
-                    settlement: accepted(),
-                    failure_history: None,
-                }]);
+                let rejected = shared.settle(&mut vec![Settled::new(delivery, accepted())]);
                 assert!(rejected.is_empty());
             }
         })

@@ -62,10 +62,7 @@ fn add_records(state: &mut SourceState, partition: i32, offsets: impl IntoIterat
 
 pub(crate) fn hand_out(state: &mut SourceState) -> (Vec<u64>, Vec<Delivery>) {
     let (mut incoming, mut revoked, mut deliveries) = (Vec::new(), Vec::new(), Vec::new());
-    let all = Limit {
-        count: usize::MAX,
-        bytes: usize::MAX,
-    };
+    let all = Limit::new(usize::MAX, usize::MAX);
     state.hand_out(all, usize::MAX, &mut incoming, &mut Vec::new());
     for it in incoming {
         match it {
@@ -256,7 +253,7 @@ fn with_a_limit_of_zero_only_revocations_are_handed_out() {
     let mut state = read(0..2);
     assign(&mut state, 1, StartPosition::Unknown);
     add_records(&mut state, 1, [0]);
-    let nothing = Limit { count: 0, bytes: 0 };
+    let nothing = Limit::NOTHING;
     let mut incoming = Vec::new();
     state.hand_out(nothing, usize::MAX, &mut incoming, &mut Vec::new());
     assert!(incoming.is_empty());
@@ -440,7 +437,7 @@ fn unconfirmed_dead_letters_count_by_size() {
         expected(1, 1)
     );
     add_records(&mut state, 0, [2]);
-    let one = Limit { count: 1, bytes: 1 };
+    let one = Limit::new(1, 1);
     state.hand_out(one, 0, &mut Vec::new(), &mut Vec::new());
     assert_eq!(
         (state.unconfirmed_count(), unconfirmed(&state)),

@@ -248,10 +248,7 @@ async fn a_partition_that_was_full_of_dead_letters_is_read_again_once_they_are_c
         .await
         .expect("a source");
     let mut rejected = 0;
-    let limit = Limit {
-        count: 512,
-        bytes: 1 << 20,
-    };
+    let limit = Limit::new(512, 1 << 20);
     let mut incoming = Vec::new();
     // Ends when the partition is full, or on a slow machine when nothing arrives in time.
     while tokio::time::timeout(Duration::from_secs(2), source.receive(limit, &mut incoming))

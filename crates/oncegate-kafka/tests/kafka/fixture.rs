@@ -494,10 +494,7 @@ pub(crate) async fn receive(source: &mut KafkaSource, count: usize) -> Vec<Deliv
     let mut deliveries = Vec::new();
     let all = async {
         while deliveries.len() < count {
-            let limit = Limit {
-                count: count - deliveries.len(),
-                bytes: 1 << 20,
-            };
+            let limit = Limit::new(count - deliveries.len(), 1 << 20);
             let mut incoming = Vec::new();
             source
                 .receive(limit, &mut incoming)
@@ -518,10 +515,7 @@ pub(crate) async fn receive(source: &mut KafkaSource, count: usize) -> Vec<Deliv
 /// Whether nothing is delivered or revoked for this long.
 pub(crate) async fn is_silent(source: &mut KafkaSource, time: Duration) -> bool {
     let mut incoming = Vec::new();
-    let limit = Limit {
-        count: 1,
-        bytes: 1 << 20,
-    };
+    let limit = Limit::new(1, 1 << 20);
     tokio::time::timeout(time, source.receive(limit, &mut incoming))
         .await
         .is_err()
@@ -568,11 +562,7 @@ async fn settle(
 ) {
     let mut settled = settled
         .into_iter()
-        .map(|(delivery, settlement)| Settled {
-            delivery,
-            settlement,
-            failure_history: None,
-        })
+        .map(|(delivery, settlement)| Settled::new(delivery, settlement))
         .collect();
     source.settle(&mut settled).await.expect("settled");
     assert!(settled.is_empty());
@@ -588,7 +578,7 @@ pub(crate) async fn close(source: KafkaSource) {
 pub(crate) fn offset(delivery: &Delivery) -> i64 {
     match delivery.message.origin.position {
         Position::Offset { offset, .. } => offset,
-        Position::Queue => unreachable!("the Kafka source sets an offset"),
+        _ => unreachable!("the Kafka source sets an offset"),
     }
 }
 
@@ -645,13 +635,7 @@ pub(crate) async fn settle_until(
         // Also after a timeout: the deliveries that have arrived are kept.
         let _ = tokio::time::timeout(
             Duration::from_millis(200),
-            source.receive(
-                Limit {
-                    count: 50,
-                    bytes: 1 << 20,
-                },
-                &mut incoming,
-            ),
+            source.receive(Limit::new(50, 1 << 20), &mut incoming),
         )
         .await;
         held.extend(

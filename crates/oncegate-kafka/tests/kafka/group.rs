@@ -19,7 +19,7 @@ async fn accept_all(mut source: KafkaSource, accepted: Accepted, mut leave: watc
     loop {
         let mut incoming = Vec::new();
         tokio::select! {
-            received = source.receive(Limit { count: 50, bytes: 1 << 20 }, &mut incoming) => received.expect("deliveries"),
+            received = source.receive(Limit::new(50, 1 << 20), &mut incoming) => received.expect("deliveries"),
             _ = leave.changed() => break,
         }
         let deliveries: Vec<Delivery> = incoming.into_iter().filter_map(delivery).collect();
@@ -269,7 +269,7 @@ async fn revocation(source: &mut KafkaSource) -> u64 {
         loop {
             let mut incoming = Vec::new();
             source
-                .receive(Limit { count: 0, bytes: 0 }, &mut incoming)
+                .receive(Limit::NOTHING, &mut incoming)
                 .await
                 .expect("a revocation or a wake-up");
             if let Some(Incoming::Revoked(epoch)) = incoming.pop() {
@@ -448,16 +448,7 @@ async fn end_of(source: &mut KafkaSource) -> String {
     let ended = tokio::time::timeout(BOUND, async {
         loop {
             let mut incoming = Vec::new();
-            if let Err(error) = source
-                .receive(
-                    Limit {
-                        count: 1,
-                        bytes: 1 << 20,
-                    },
-                    &mut incoming,
-                )
-                .await
-            {
+            if let Err(error) = source.receive(Limit::new(1, 1 << 20), &mut incoming).await {
                 return error.to_string();
             }
         }

@@ -269,16 +269,7 @@ async fn accept_until_failure(source: &mut KafkaSource) -> (Vec<i64>, SourceErro
     let failed = tokio::time::timeout(BOUND, async {
         loop {
             let mut incoming = Vec::new();
-            if let Err(error) = source
-                .receive(
-                    Limit {
-                        count: 50,
-                        bytes: 1 << 20,
-                    },
-                    &mut incoming,
-                )
-                .await
-            {
+            if let Err(error) = source.receive(Limit::new(50, 1 << 20), &mut incoming).await {
                 return error;
             }
             let deliveries: Vec<Delivery> = incoming.into_iter().filter_map(delivery).collect();
@@ -330,10 +321,7 @@ async fn a_damaged_batch_ends_the_source_and_is_never_skipped() {
         );
         // What was read before the damage is still handed out, and nothing after it.
         let mut incoming = Vec::new();
-        let limit = Limit {
-            count: 50,
-            bytes: 1 << 20,
-        };
+        let limit = Limit::new(50, 1 << 20);
         while tokio::time::timeout(
             Duration::from_millis(500),
             source.receive(limit, &mut incoming),

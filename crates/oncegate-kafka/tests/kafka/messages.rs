@@ -98,22 +98,7 @@ async fn the_limit_of_a_receive_counts_messages_and_bytes() {
     let mut source = topic.open().await;
     // All of them are ready when the first one is.
     let mut waiting = receive(&mut source, 1).await;
-    for (limit, expected) in [
-        (
-            Limit {
-                count: 2,
-                bytes: 1 << 20,
-            },
-            2,
-        ),
-        (
-            Limit {
-                count: 9,
-                bytes: 10,
-            },
-            1,
-        ),
-    ] {
+    for (limit, expected) in [(Limit::new(2, 1 << 20), 2), (Limit::new(9, 10), 1)] {
         let mut incoming = Vec::new();
         source
             .receive(limit, &mut incoming)

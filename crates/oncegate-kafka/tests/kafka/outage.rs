@@ -45,13 +45,7 @@ async fn a_source_recovers_from_an_outage_and_closes_during_one() {
         while !(20..25).all(|offset| seen.contains(&offset)) {
             let mut incoming = Vec::new();
             source
-                .receive(
-                    Limit {
-                        count: 50,
-                        bytes: 1 << 20,
-                    },
-                    &mut incoming,
-                )
+                .receive(Limit::new(50, 1 << 20), &mut incoming)
                 .await
                 .expect("no error");
             let deliveries: Vec<Delivery> = incoming.into_iter().filter_map(delivery).collect();

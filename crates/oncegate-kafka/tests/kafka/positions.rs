@@ -23,13 +23,7 @@ async fn end_of(source: &mut KafkaSource) -> (String, String, Vec<Incoming>) {
     let ended = tokio::time::timeout(BOUND, async {
         loop {
             if let Err(error) = source
-                .receive(
-                    Limit {
-                        count: 100,
-                        bytes: 1 << 20,
-                    },
-                    &mut incoming,
-                )
+                .receive(Limit::new(100, 1 << 20), &mut incoming)
                 .await
             {
                 return error;
@@ -376,13 +370,7 @@ async fn a_recreated_topic_ends_the_source_with_out_of_range_error_and_is_read_c
             assert!(Instant::now() < end, "{seen:?}");
             let mut incoming = Vec::new();
             if source
-                .receive(
-                    Limit {
-                        count: 100,
-                        bytes: 1 << 20,
-                    },
-                    &mut incoming,
-                )
+                .receive(Limit::new(100, 1 << 20), &mut incoming)
                 .await
                 .is_err()
             {

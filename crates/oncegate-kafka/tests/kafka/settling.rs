@@ -211,7 +211,7 @@ async fn a_receive_with_limit_zero_delivers_nothing() {
     let mut incoming = Vec::new();
     let received = tokio::time::timeout(
         Duration::from_millis(500),
-        source.receive(Limit { count: 0, bytes: 0 }, &mut incoming),
+        source.receive(Limit::NOTHING, &mut incoming),
     );
     assert!(received.await.is_err() && incoming.is_empty());
     let mut all = offsets(&receive(&mut source, 3).await);

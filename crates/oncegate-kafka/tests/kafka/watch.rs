@@ -120,13 +120,7 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
             goal.get_or_insert(sent);
         }
         let mut incoming = Vec::new();
-        let receiving = source.receive(
-            Limit {
-                count: 10,
-                bytes: 1 << 20,
-            },
-            &mut incoming,
-        );
+        let receiving = source.receive(Limit::new(10, 1 << 20), &mut incoming);
         if let Ok(received) = tokio::time::timeout(Duration::from_millis(200), receiving).await {
             received.expect("deliveries");
         }

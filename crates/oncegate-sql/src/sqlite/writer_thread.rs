@@ -5,8 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
+use oncegate_core::internal::fault;
 use oncegate_core::marker::{Marker, Operation, Verdict};
-use oncegate_core::{Key, Persistence, fault};
+use oncegate_core::{Key, Persistence};
 use rusqlite::Connection;
 use tokio::sync::oneshot;
 
@@ -52,9 +53,6 @@ pub(crate) enum WriterRequest {
     ),
     /// Reads whether data survives a crash and a power cut.
     Persistence(oneshot::Sender<Result<Persistence, StoreFailure>>),
-    /// Panics.
-    #[cfg(test)]
-    Panic,
 }
 
 impl WriterRequest {
@@ -67,30 +65,30 @@ impl WriterRequest {
             Self::LookWithExpiry(_, reply) => reply.is_closed(),
             Self::ReadPage(.., reply) => reply.is_closed(),
             Self::Persistence(reply) => reply.is_closed(),
-            #[cfg(test)]
-            Self::Panic => false,
         }
     }
 }
 
 /// Starts the thread, which ends when the sender is dropped. After a panic it continues with the
-/// next request: only the answers of the requests in progress are lost, while the identity of the
-/// file and the jumps of the clock are kept.
+/// next request.
 ///
 /// # Errors
 /// If the system cannot start a thread.
 pub(crate) fn start(config: FileConfig) -> std::io::Result<Sender<WriterRequest>> {
     let (sender, requests) = channel();
     let mut writer = WriterThread::new(config);
-    let work = move || {
-        while catch_unwind(AssertUnwindSafe(|| writer.run(&requests))).is_err() {
-            writer.close_after_failure();
-        }
-    };
     std::thread::Builder::new()
         .name("oncegate-sqlite".into())
-        .spawn(work)?;
+        .spawn(move || repeat_after_panic(&mut writer, |writer| writer.run(&requests)))?;
     Ok(sender)
+}
+
+/// Repeats the work until it ends without a panic. Only the answers of the requests in progress are
+/// lost, while the identity of the file and the jumps of the clock are kept.
+fn repeat_after_panic(writer: &mut WriterThread, mut work: impl FnMut(&mut WriterThread)) {
+    while catch_unwind(AssertUnwindSafe(|| work(writer))).is_err() {
+        writer.close_after_failure();
+    }
 }
 
 /// The state of the thread.
@@ -154,8 +152,6 @@ impl WriterThread {
                     drop(reply.send(self.page(&after, limit)))
                 }
                 WriterRequest::Persistence(reply) => drop(reply.send(self.persistence())),
-                #[cfg(test)]
-                WriterRequest::Panic => panic!("requested by a test"),
             }
             if count < MAX_OPERATIONS {
                 next = requests.try_recv().ok();
@@ -588,30 +584,29 @@ mod tests {
     fn a_panic_keeps_the_identity_of_the_file() {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let path = directory.path().join("markers.db");
-        let sender = start(FileConfig {
+        let mut writer = WriterThread::new(FileConfig {
             path: path.clone(),
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
             merge: MergeLimits::default(),
-        })
-        .expect("the thread starts");
-        let persistence = || {
-            let (reply, answer) = oneshot::channel();
-            sender
-                .send(WriterRequest::Persistence(reply))
-                .expect("the receiver exists");
-            answer.blocking_recv().expect("the thread answers")
-        };
-        persistence().expect("a new database opens");
-        sender
-            .send(WriterRequest::Panic)
-            .expect("the receiver exists");
-        persistence().expect("the thread still runs");
-        std::fs::rename(&path, directory.path().join("moved.db")).expect("the file is renamed");
-        sender
-            .send(WriterRequest::Panic)
-            .expect("the receiver exists");
-        persistence().expect_err("the file was moved");
+        });
+        let mut answers = Vec::new();
+        repeat_after_panic(&mut writer, |writer| {
+            answers.push(writer.persistence());
+            match answers.len() {
+                1 => panic!("with an open file"),
+                2 => {
+                    std::fs::rename(&path, directory.path().join("moved.db"))
+                        .expect("the file is renamed");
+                    panic!("after the file was moved");
+                }
+                _ => {}
+            }
+        });
+        assert!(
+            matches!(answers[..], [Ok(_), Ok(_), Err(_)]),
+            "the file opens, opens again, and was moved: {answers:?}"
+        );
         assert!(!path.exists(), "a new file was created");
     }
 }

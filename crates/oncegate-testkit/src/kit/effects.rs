@@ -1,12 +1,14 @@
 //! A counter of effects.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
+
+use oncegate_core::internal::Lock;
 
 /// Counts the effects of a handler by id. Use it instead of the database or provider of your
 /// handler. Clones share the counts.
 #[derive(Clone, Debug, Default)]
-pub struct Effects(Arc<Mutex<BTreeMap<String, usize>>>);
+pub struct Effects(Arc<Lock<BTreeMap<String, usize>>>);
 
 impl Effects {
     /// Counts one effect of this id.
@@ -25,6 +27,6 @@ impl Effects {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, usize>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }

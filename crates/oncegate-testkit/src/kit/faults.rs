@@ -1,7 +1,8 @@
 //! The planned faults, and the recorded runs.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 
+use oncegate_core::internal::Lock;
 use oncegate_core::marker::{Ask, Operation};
 use oncegate_core::{Failure, Reconciled};
 use tokio::sync::Notify;
@@ -39,7 +40,7 @@ const REQUIRED: [(Fault, &str); 4] = [
 /// The planned faults, those that have occurred, and the runs of the handler.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
-    state: Mutex<FaultState>,
+    state: Lock<FaultState>,
     /// Notified when a crash of the consumer has started.
     crashes: Notify,
     /// Notified when the future of a run or a `reconcile` has ended or was dropped.
@@ -221,7 +222,7 @@ impl Faults {
     }
 
     fn lock(&self) -> MutexGuard<'_, FaultState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -1,9 +1,10 @@
 //! A store whose leases expire exactly when their holder crashes.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use oncegate_core::internal::Lock;
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 use oncegate_core::{IdSource, Key, MemoryBroker, Store, StoreError, async_trait};
 
@@ -11,7 +12,7 @@ use oncegate_core::{IdSource, Key, MemoryBroker, Store, StoreError, async_trait}
 /// wrote it crashes or sends the message to the in-doubt queue, and then longer than any lease.
 #[derive(Clone)]
 pub(super) struct KitStore {
-    rows: Arc<Mutex<HashMap<Key, MarkerRow>>>,
+    rows: Arc<Lock<HashMap<Key, MarkerRow>>>,
     /// The number of consumers that crashed before this one.
     generation: u32,
     broker: MemoryBroker,
@@ -105,7 +106,7 @@ impl KitStore {
 #[async_trait]
 impl Store for KitStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rows = self.rows.lock();
         operations
             .iter()
             .map(|operation| Ok(self.apply_one(&mut rows, operation)))

@@ -2,10 +2,11 @@
 
 use std::future::{Future, pending, poll_fn};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context as TaskContext, Poll, Wake, Waker};
 
+use oncegate_core::internal::Lock;
 use oncegate_core::{Context, Failure, Handler, Reconciled};
 
 use super::faults::{Fault, Faults};
@@ -99,16 +100,13 @@ struct WaitCounter<F> {
 /// Records a wake-up and forwards it to the task.
 struct WakeRecorder {
     woken: AtomicBool,
-    waker: Mutex<Waker>,
+    waker: Lock<Waker>,
 }
 
 impl Wake for WakeRecorder {
     fn wake(self: Arc<Self>) {
         self.woken.store(true, Ordering::Release);
-        self.waker
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .wake_by_ref();
+        self.waker.lock().wake_by_ref();
     }
 }
 
@@ -117,7 +115,7 @@ impl<F: Future> WaitCounter<F> {
         let wakes = Arc::new(WakeRecorder {
             // The first poll counts, although nothing has woken the task before it.
             woken: AtomicBool::new(true),
-            waker: Mutex::new(Waker::noop().clone()),
+            waker: Lock::new(Waker::noop().clone()),
         });
         Self {
             work: Box::pin(work),
@@ -127,11 +125,7 @@ impl<F: Future> WaitCounter<F> {
     }
 
     fn poll(&mut self, task: &mut TaskContext<'_>) -> Poll<F::Output> {
-        self.wakes
-            .waker
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone_from(task.waker());
+        self.wakes.waker.lock().clone_from(task.waker());
         let woken = self.wakes.woken.swap(false, Ordering::AcqRel);
         let polled = self
             .work

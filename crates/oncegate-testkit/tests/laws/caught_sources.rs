@@ -87,26 +87,19 @@ fn copy(receipt: &Receipt) -> Delivery {
         epoch,
         partition,
         position,
+        ..
     } = *receipt;
-    Delivery {
-        message: Message::new(""),
-        receipt: Receipt {
-            epoch,
-            partition,
-            position,
-        },
-        failures: 0,
-    }
+    Delivery::new(
+        Message::new(""),
+        Receipt::new(epoch, position).with_partition(partition),
+    )
 }
 
 #[async_trait]
 impl Source for Mistaken {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         let limit = match self.mistake {
-            Mistake::IgnoresTheLimit => Limit {
-                count: 1_000,
-                bytes: 1 << 30,
-            },
+            Mistake::IgnoresTheLimit => Limit::new(1_000, 1 << 30),
             _ => limit,
         };
         let mut taken = Vec::new();
@@ -133,11 +126,10 @@ impl Source for Mistaken {
                 Mistake::DeliversTwice => self.broker.publish(delivery.message.clone()),
                 Mistake::AcceptsAtDelivery => {
                     self.inner
-                        .settle(&mut vec![Settled {
-                            delivery: copy(&delivery.receipt),
-                            settlement: law::accepted(),
-                            failure_history: None,
-                        }])
+                        .settle(&mut vec![Settled::new(
+                            copy(&delivery.receipt),
+                            law::accepted(),
+                        )])
                         .await?;
                 }
                 _ => {}
@@ -169,11 +161,7 @@ impl Source for Mistaken {
                     failures: 0,
                 },
                 (Mistake::AcceptsAllBefore, accepted @ Settlement::Accept(_)) => {
-                    let delivery = |receipt: &Receipt| Settled {
-                        delivery: copy(receipt),
-                        settlement: law::accepted(),
-                        failure_history: None,
-                    };
+                    let delivery = |receipt: &Receipt| Settled::new(copy(receipt), law::accepted());
                     let mut all: Vec<Settled> = self.open[..before].iter().map(delivery).collect();
                     self.inner.settle(&mut all).await?;
                     accepted

@@ -31,16 +31,7 @@ impl TestQueue for Memory {
 
 /// Adds the headers that other brokers write; the memory broker keeps reason and history in fields.
 fn with_headers(dead_letter: DeadLetter) -> Message {
-    let receipt = Receipt {
-        epoch: 0,
-        partition: 0,
-        position: 0,
-    };
-    let delivery = Delivery {
-        message: dead_letter.message,
-        receipt,
-        failures: 0,
-    };
+    let delivery = Delivery::new(dead_letter.message, Receipt::new(0, 0));
     let history = dead_letter.failure_history.as_ref();
     let headers = rejection_headers(&delivery, &dead_letter.reason, history);
     headers

@@ -1,9 +1,10 @@
 //! Kafka by rdkafka.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use oncegate::internal::Lock;
 use oncegate::source::headers;
 use rdkafka::admin::{
     AdminClient, AdminOptions, AlterConfig, NewTopic, ResourceSpecifier, TopicReplication,
@@ -19,10 +20,10 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 use super::{DESTINATION_SUFFIXES, RejectedMessage};
+use crate::Error;
 use crate::ledger::{Log, RejectedTo, What};
 use crate::message::{ID_HEADER, OutgoingMessage};
 use crate::servers::RejectedWrites;
-use crate::{Error, lock};
 
 const PARTITIONS: i32 = 4;
 /// The timeout of a request.
@@ -48,10 +49,10 @@ pub struct KafkaClient {
 
 /// The producer and its unconfirmed messages.
 struct Sending {
-    producer: Mutex<FutureProducer>,
+    producer: Lock<FutureProducer>,
     outstanding: Arc<Semaphore>,
     /// The time of the last confirmation.
-    confirmed: Mutex<Instant>,
+    confirmed: Lock<Instant>,
 }
 
 /// Reads the committed offsets of the consumer group without joining it.
@@ -114,10 +115,10 @@ impl KafkaClient {
         create(&config(brokers).create()?, topic).await?;
         let (outstanding, confirmed) = (
             Arc::new(Semaphore::new(OUTSTANDING as usize)),
-            Mutex::new(Instant::now()),
+            Lock::new(Instant::now()),
         );
         let sending = Arc::new(Sending {
-            producer: Mutex::new(producer(brokers)?),
+            producer: Lock::new(producer(brokers)?),
             outstanding,
             confirmed,
         });
@@ -162,7 +163,7 @@ impl KafkaClient {
             tokio::spawn(async move {
                 // A message that failed has no confirmation in the ledger.
                 if let Ok(Ok(_)) = confirmation.await {
-                    *lock(&sending.confirmed) = Instant::now();
+                    *sending.confirmed.lock() = Instant::now();
                     log.write(What::Confirmed { id });
                 }
                 drop(permit);
@@ -305,13 +306,13 @@ impl Drop for KafkaClient {
 
 impl Sending {
     fn producer(&self) -> FutureProducer {
-        lock(&self.producer).clone()
+        self.producer.lock().clone()
     }
 
     /// Whether messages are unconfirmed and none was confirmed for [`MAX_CONFIRM_DELAY`].
     fn is_stalled(&self) -> bool {
         self.outstanding.available_permits() < OUTSTANDING as usize
-            && lock(&self.confirmed).elapsed() >= MAX_CONFIRM_DELAY
+            && self.confirmed.lock().elapsed() >= MAX_CONFIRM_DELAY
     }
 }
 
@@ -348,7 +349,7 @@ async fn replace_stalled_producer(sending: Arc<Sending>, brokers: String) {
         eprintln!(
             "chaos: the producer got no confirmation although the broker replies; replacing it"
         );
-        let before = std::mem::replace(&mut *lock(&sending.producer), another);
+        let before = std::mem::replace(&mut *sending.producer.lock(), another);
         // Dropping a producer blocks until its thread has ended.
         tokio::task::spawn_blocking(move || drop(before));
     }

@@ -1,15 +1,17 @@
 //! The consumer process of a matrix cell, with the settings that steps and mutants need.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use oncegate::internal::Lock;
+use oncegate::internal::fault;
 use oncegate::source::Connect;
 use oncegate::{
     Consumer, Context, Failure, FailureExt, Handler, IdSource, Reconciled, Redis, Rejects, Sqlite,
-    Store, Topology, fault,
+    Store, Topology,
 };
 
 use super::store_faults::{FaultyStore, StallRecorder, StoreFault};
@@ -148,7 +150,7 @@ async fn consume(source: impl Connect, arguments: &Arguments, worker: Worker) ->
             sink,
             log,
             runs: AtomicU64::new(0),
-            of_id: Mutex::default(),
+            of_id: Lock::default(),
         })
         .guarantee(common.guarantee())
         .id(IdSource::header(ID_HEADER))
@@ -177,7 +179,7 @@ struct MatrixHandler {
     log: Arc<Log>,
     runs: AtomicU64,
     /// The number of runs of each id in this process.
-    of_id: Mutex<HashMap<String, u32>>,
+    of_id: Lock<HashMap<String, u32>>,
 }
 
 impl Handler for MatrixHandler {
@@ -186,7 +188,7 @@ impl Handler for MatrixHandler {
     async fn handle(&self, work: Work, cx: &Context) -> Result<(), Failure> {
         let (id, attempt) = (cx.id(), cx.attempt());
         let first = {
-            let mut of_id = self.of_id.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut of_id = self.of_id.lock();
             let runs = of_id.entry(id.to_owned()).or_default();
             *runs += 1;
             *runs == 1

@@ -5,10 +5,11 @@ use std::fs::OpenOptions;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use oncegate::internal::Lock;
 use oncegate::marker::{Doubt, Marker};
 use oncegate::{MessageId, Redis, Scope, Sqlite};
 use rustix::process::{Pid, Signal, kill_process};
@@ -75,7 +76,7 @@ pub(crate) struct ConsumerGroup<'a> {
     sink: SinkProcess,
     client: BrokerClient,
     faults: AtomicU64,
-    ids: Mutex<BTreeSet<String>>,
+    ids: Lock<BTreeSet<String>>,
 }
 
 /// A consumer process of a group; dropping it kills the process.
@@ -153,7 +154,7 @@ impl<'a> ConsumerGroup<'a> {
             .into_iter()
             .map(|(name, value)| format!("--{name}={value}"))
             .collect();
-        let (faults, ids) = (AtomicU64::new(1), Mutex::default());
+        let (faults, ids) = (AtomicU64::new(1), Lock::default());
         let group = Self {
             servers,
             combination,
@@ -227,7 +228,6 @@ impl<'a> ConsumerGroup<'a> {
     pub(crate) fn publish(&self, messages: Vec<OutgoingMessage>) -> Result<(), Error> {
         self.ids
             .lock()
-            .unwrap_or_else(PoisonError::into_inner)
             .extend(messages.iter().map(|message| message.id.clone()));
         self.servers.runtime.block_on(async {
             self.client.publish(messages, &self.log).await?;
@@ -505,11 +505,7 @@ impl<'a> ConsumerGroup<'a> {
             Redis::at(self.servers.redis()).timeout(WAIT_TIMEOUT),
             Sqlite::file(self.memory.path().join(FILE)),
         );
-        let ids = self
-            .ids
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
+        let ids = self.ids.lock().clone();
         let mut held = Vec::new();
         self.servers.runtime.block_on(async {
             for id in ids {

@@ -2,11 +2,12 @@
 //! in the process, so that they occur at an exact step.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
+use oncegate::internal::Lock;
 use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
 use oncegate::{Persistence, Store, StoreError, async_trait};
 
@@ -94,7 +95,7 @@ pub(super) struct FaultyStore {
     store: Arc<dyn Store>,
     store_fault: StoreFault,
     /// The ids that had their fault.
-    done: Mutex<HashSet<String>>,
+    done: Lock<HashSet<String>>,
     unreachable: Arc<AtomicBool>,
 }
 
@@ -103,16 +104,13 @@ impl FaultyStore {
         Self {
             store,
             store_fault,
-            done: Mutex::default(),
+            done: Lock::default(),
             unreachable: Arc::default(),
         }
     }
 
     fn first(&self, operation: &Operation) -> bool {
-        self.done
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(operation.key.as_str().to_owned())
+        self.done.lock().insert(operation.key.as_str().to_owned())
     }
 
     /// Whether this operation gets no reply and is applied late.

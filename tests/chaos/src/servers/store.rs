@@ -1,9 +1,9 @@
 //! The Redis servers of a run: one behind a proxy, or three with Sentinels.
 
 use std::path::Path;
-use std::sync::Mutex;
 use std::time::Duration;
 
+use oncegate::internal::Lock;
 use oncegate_testkit::proxy::{Proxy, RequestFault};
 use oncegate_testkit::servers::{
     RedisOptions, RedisPersistence, RedisServer, SentinelServers, Server,
@@ -11,9 +11,9 @@ use oncegate_testkit::servers::{
 use tempfile::TempDir;
 
 use super::{LoggedServer, MOMENT, black_hole, freeze};
+use crate::Error;
 use crate::fleet::FaultLog;
 use crate::schedule::{FaultKind, Planned};
-use crate::{Error, lock};
 
 /// How long Redis may take to write its buffers after its disk was full.
 const WRITTEN: Duration = Duration::from_millis(1_500);
@@ -28,13 +28,13 @@ const LOADED: f64 = 2_000.0;
 pub(super) enum RunStore {
     /// One server behind a proxy.
     One {
-        server: Mutex<LoggedServer<RedisServer>>,
+        server: Lock<LoggedServer<RedisServer>>,
         proxy: Proxy,
         password: String,
         _files: TempDir,
     },
     /// A primary, two replicas and Sentinels.
-    Three(Mutex<SentinelServers>),
+    Three(Lock<SentinelServers>),
 }
 
 impl RunStore {
@@ -52,7 +52,7 @@ impl RunStore {
         let server = RedisServer::start(options)?;
         let proxy = Proxy::to(server.port())?;
         Ok(Self::One {
-            server: Mutex::new(LoggedServer {
+            server: Lock::new(LoggedServer {
                 server,
                 saved_bytes: 0,
             }),
@@ -64,7 +64,7 @@ impl RunStore {
 
     /// Three servers with append-only files, and three Sentinels.
     pub(super) fn three(password: &str) -> Result<Self, Error> {
-        Ok(Self::Three(Mutex::new(
+        Ok(Self::Three(Lock::new(
             SentinelServers::start_with_down_after(password, DOWN_AFTER)?,
         )))
     }
@@ -75,7 +75,7 @@ impl RunStore {
             Self::One {
                 proxy, password, ..
             } => vec![format!("redis://:{password}@127.0.0.1:{}", proxy.port())],
-            Self::Three(servers) => lock(servers).urls(),
+            Self::Three(servers) => servers.lock().urls(),
         }
     }
 
@@ -103,9 +103,9 @@ impl RunStore {
     /// Saves the logs in the folder.
     pub(super) fn save_logs(&self, folder: &Path) -> Result<(), Error> {
         match self {
-            Self::One { server, .. } => drop(lock(server).save_log(folder)?),
+            Self::One { server, .. } => drop(server.lock().save_log(folder)?),
             Self::Three(servers) => {
-                for (which, server) in lock(servers).redis().iter().enumerate() {
+                for (which, server) in servers.lock().redis().iter().enumerate() {
                     let text = std::fs::read(server.directory().join("server.log"))?;
                     std::fs::write(folder.join(format!("redis-{which}.log")), text)?;
                 }
@@ -126,7 +126,7 @@ impl RunStore {
         let (server, proxy) = match self {
             Self::One { server, proxy, .. } => (server, proxy),
             Self::Three(servers) => {
-                return faults.record(name, None, || fail_over(&mut lock(servers), planned.lasts));
+                return faults.record(name, None, || fail_over(&mut servers.lock(), planned.lasts));
             }
         };
         let momentary = |inject: &dyn Fn()| {
@@ -138,12 +138,12 @@ impl RunStore {
         };
         match planned.kind {
             FaultKind::KillRedis => {
-                let mut redis = lock(server);
+                let mut redis = server.lock();
                 redis.save_log(folder)?;
                 faults.record(name, None, || redis.restart(planned.lasts, Server::kill))
             }
             FaultKind::LoadRedis => {
-                let mut redis = lock(server);
+                let mut redis = server.lock();
                 redis.save_log(folder)?;
                 let keys = (planned.lasts.as_secs_f64() * LOADED) as u64;
                 faults.record(name, None, || {
@@ -155,7 +155,7 @@ impl RunStore {
                 })
             }
             FaultKind::FreezeRedis => {
-                let mut redis = lock(server);
+                let mut redis = server.lock();
                 faults.record(name, None, || freeze(&mut redis.server, planned.lasts))
             }
             FaultKind::FillRedis => while_set(
@@ -181,11 +181,11 @@ impl RunStore {
                 "REPLICAOF NO ONE",
             ),
             FaultKind::FlushScripts => {
-                let redis = lock(server);
+                let redis = server.lock();
                 momentary(&|| drop(redis.server.command("SCRIPT FLUSH")))
             }
             FaultKind::FillDisk => {
-                let redis = lock(server);
+                let redis = server.lock();
                 let result = faults.record(name, None, || {
                     redis.server.fill_disk()?;
                     std::thread::sleep(planned.lasts);
@@ -220,9 +220,9 @@ impl RunStore {
 
     fn with_primary<T>(&self, look: impl FnOnce(&RedisServer) -> T) -> T {
         match self {
-            Self::One { server, .. } => look(&lock(server).server),
+            Self::One { server, .. } => look(&server.lock().server),
             Self::Three(servers) => {
-                let servers = lock(servers);
+                let servers = servers.lock();
                 look(&servers.redis()[servers.primary()])
             }
         }
@@ -231,13 +231,13 @@ impl RunStore {
 
 /// Sends one command to Redis, waits for the duration of the fault, and sends another.
 fn while_set(
-    server: &Mutex<LoggedServer<RedisServer>>,
+    server: &Lock<LoggedServer<RedisServer>>,
     planned: &Planned,
     faults: &FaultLog,
     begin: &str,
     end: &str,
 ) -> Result<(), Error> {
-    let redis = lock(server);
+    let redis = server.lock();
     let send = |what: &str| match redis.server.command(what)? {
         text if text.starts_with("+OK") => Ok(()),
         text => Err(Error::from(format!("Redis rejected `{what}`: {text}"))),

@@ -31,23 +31,11 @@ fn settings(change: impl Fn(RabbitMq) -> RabbitMq) -> SourceContext {
 }
 
 fn delivery(epoch: u64, tag: u64) -> Delivery {
-    Delivery {
-        message: Message::new("a"),
-        receipt: Receipt {
-            epoch,
-            partition: 0,
-            position: tag,
-        },
-        failures: 0,
-    }
+    Delivery::new(Message::new("a"), Receipt::new(epoch, tag))
 }
 
 fn settled(epoch: u64, tag: u64, settlement: Settlement) -> Settled {
-    Settled {
-        delivery: delivery(epoch, tag),
-        settlement,
-        failure_history: None,
-    }
+    Settled::new(delivery(epoch, tag), settlement)
 }
 
 fn release(after: Duration) -> Settlement {

@@ -7,7 +7,8 @@ use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{BasicProperties, Channel, Connection};
 
 use super::properties::{redriven_properties, replacement_properties};
-use super::{QueueReader, REQUEST_TIMEOUT, message_digest, reply_code, unacked, within_limit};
+use super::reply_timeout::within_limit;
+use super::{QueueReader, REQUEST_TIMEOUT, message_digest, reply_code, unacked};
 use crate::destination::{CopyAge, DeadLetter, PublishError};
 use crate::error::CliError;
 use crate::output::now_ms;

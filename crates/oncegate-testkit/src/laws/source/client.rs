@@ -2,9 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::lifecycle::{
-    self, Action, ClaimTries, Event, Freshness, History, Policy, Settlement, Stage,
+use oncegate_core::internal::lifecycle::{
+    self, Action, ClaimTries, Event, Freshness, History, Policy, Stage,
 };
+use oncegate_core::lifecycle::Settlement;
 use oncegate_core::marker::Verdict;
 use oncegate_core::source::RetryDelays;
 use oncegate_core::{
@@ -14,10 +15,7 @@ use oncegate_core::{
 use super::{Destination, TestQueue};
 
 /// A limit that no law reaches.
-pub(super) const ALL: Limit = Limit {
-    count: 10_000,
-    bytes: 64 << 20,
-};
+pub(super) const ALL: Limit = Limit::new(10_000, 64 << 20);
 
 /// An open source, and the time limit for one step.
 pub(super) struct SourceClient<S>(pub(super) Box<S>, Duration);
@@ -30,8 +28,8 @@ impl<S: Source + 'static> SourceClient<S> {
     /// The delay of a release; zero if the source leaves delays to the consumer.
     pub(super) fn delay(&self, millis: u64) -> Duration {
         match self.0.properties().retry_delays {
-            RetryDelays::InConsumer { .. } => Duration::ZERO,
             RetryDelays::InSource { .. } => Duration::from_millis(millis),
+            _ => Duration::ZERO,
         }
     }
 
@@ -42,13 +40,7 @@ impl<S: Source + 'static> SourceClient<S> {
             while all.len() < count {
                 let mut incoming = Vec::new();
                 self.0
-                    .receive(
-                        Limit {
-                            count: count - all.len(),
-                            ..ALL
-                        },
-                        &mut incoming,
-                    )
+                    .receive(Limit::new(count - all.len(), ALL.bytes), &mut incoming)
                     .await
                     .expect("receive succeeds");
                 all.extend(incoming.into_iter().filter_map(delivery));
@@ -89,11 +81,7 @@ impl<S: Source + 'static> SourceClient<S> {
     ) {
         let mut settled = settled
             .into_iter()
-            .map(|(delivery, settlement)| Settled {
-                delivery,
-                settlement,
-                failure_history: None,
-            })
+            .map(|(delivery, settlement)| Settled::new(delivery, settlement))
             .collect();
         self.0.settle(&mut settled).await.expect("settle succeeds");
         assert!(settled.is_empty(), "settling empties the list");
@@ -105,11 +93,8 @@ impl<S: Source + 'static> SourceClient<S> {
         settlement: Settlement,
         failure_history: FailureHistory,
     ) {
-        let mut settled = vec![Settled {
-            delivery,
-            settlement,
-            failure_history: Some(Box::new(failure_history)),
-        }];
+        let mut settled =
+            vec![Settled::new(delivery, settlement).with_failure_history(failure_history)];
         self.0.settle(&mut settled).await.expect("settle succeeds");
     }
 

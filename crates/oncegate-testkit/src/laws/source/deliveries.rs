@@ -58,22 +58,10 @@ pub async fn receive_respects_its_limit(queue: impl TestQueue) {
     let mut client = SourceClient::of(&queue).await;
     let mut all = Vec::new();
     for limit in [
-        Limit {
-            count: 1,
-            bytes: 1 << 20,
-        },
-        Limit {
-            count: 3,
-            bytes: 1 << 20,
-        },
-        Limit {
-            count: 100,
-            bytes: 2_500,
-        },
-        Limit {
-            count: 100,
-            bytes: 10,
-        },
+        Limit::new(1, 1 << 20),
+        Limit::new(3, 1 << 20),
+        Limit::new(100, 2_500),
+        Limit::new(100, 10),
     ] {
         let mut incoming = Vec::new();
         while incoming.is_empty() {
@@ -133,10 +121,10 @@ pub async fn a_dropped_receive_loses_nothing(queue: impl TestQueue) {
             // Every second call is polled once and dropped, the others wait a little.
             let dropped = client
                 .0
-                .receive(Limit { count: 7, ..ALL }, &mut incoming)
+                .receive(Limit::new(7, ALL.bytes), &mut incoming)
                 .now_or_never();
             dropped.unwrap_or(Ok(())).expect("receive succeeds");
-            let waiting = client.0.receive(Limit { count: 7, ..ALL }, &mut incoming);
+            let waiting = client.0.receive(Limit::new(7, ALL.bytes), &mut incoming);
             if let Ok(received) = tokio::time::timeout(Duration::from_millis(3), waiting).await {
                 received.expect("receive succeeds");
             }
