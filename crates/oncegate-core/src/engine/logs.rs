@@ -134,8 +134,8 @@ impl Logs {
     }
 
     /// All throttles, each with its lines.
-    fn throttles(&mut self) -> [(&mut LogThrottle, Lines); 15] {
-        use Lines::{InDoubt, Info, Rejected, Warn};
+    fn throttles(&mut self) -> [(&mut LogThrottle, SuppressedLines); 15] {
+        use SuppressedLines::{InDoubt, Info, Rejected, Warn};
         // Without `..`, so that a new throttle is not left out.
         let Self {
             unavailable,
@@ -412,14 +412,14 @@ impl Logs {
 
 /// The lines of one throttle: how they begin, and their level.
 #[derive(Clone, Copy)]
-enum Lines {
+enum SuppressedLines {
     Rejected,
     InDoubt,
     Warn(&'static str),
     Info(&'static str),
 }
 
-impl Lines {
+impl SuppressedLines {
     #[cold]
     fn log_suppressed(self, suppressed_lines: u64) {
         match self {
@@ -469,9 +469,11 @@ mod tests {
         for (throttle, lines) in logs.throttles() {
             while throttle.due(start).is_some() {}
             fields.push(match lines {
-                Lines::Rejected => "more messages rejected than logged".to_owned(),
-                Lines::InDoubt => "more messages in doubt than logged".to_owned(),
-                Lines::Warn(lines) | Lines::Info(lines) => format!("lines=\"{lines}\""),
+                SuppressedLines::Rejected => "more messages rejected than logged".to_owned(),
+                SuppressedLines::InDoubt => "more messages in doubt than logged".to_owned(),
+                SuppressedLines::Warn(lines) | SuppressedLines::Info(lines) => {
+                    format!("lines=\"{lines}\"")
+                }
             });
         }
         let first = logs.report_at().expect("a time");
