@@ -48,11 +48,6 @@ pub(super) fn create_command(kafka: &Kafka, name: &str, replicas: usize, options
     )
 }
 
-/// The replication factor for a cluster of this size: one replica per broker, at most three.
-pub(super) fn replicas(brokers: usize) -> usize {
-    brokers.clamp(1, 3)
-}
-
 /// Waits for a broker, then checks every topic, and creates missing dead-letter and in-doubt topics
 /// if that is configured. Returns the consumer of the last request: `consumer`, or one of
 /// `new_consumer` that has replaced it.
@@ -78,7 +73,7 @@ pub(crate) async fn check(
                 format!("the topic `{topic}` does not exist"),
                 format!(
                     "create it: {}",
-                    create_command(kafka, topic, replicas(brokers), "")
+                    create_command(kafka, topic, Kafka::replicas(brokers), "")
                 ),
             ));
         }
@@ -118,7 +113,7 @@ pub(crate) async fn check(
             }
             (TopicPresence::Missing { brokers }, TopicCreation::Never) => {
                 let (replicas, options) = (
-                    replicas(brokers),
+                    Kafka::replicas(brokers),
                     " --config retention.ms=-1 --config retention.bytes=-1 --config cleanup.policy=delete",
                 );
                 return Err(SourceError::misconfigured(
