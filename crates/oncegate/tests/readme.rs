@@ -62,6 +62,23 @@ fn pages() -> Vec<PathBuf> {
     files("docs/src", "md").into_iter().chain(within).collect()
 }
 
+/// The pages with code for users: the book, and the READMEs of the repository and of its crates.
+fn pages_with_code() -> Vec<PathBuf> {
+    let crates = std::fs::read_dir(root().join("crates")).expect("the crates");
+    let readmes = crates
+        .map(|entry| {
+            entry
+                .expect("an entry that can be read")
+                .path()
+                .join("README.md")
+        })
+        .filter(|readme| readme.is_file());
+    let mut pages = pages();
+    pages.extend(readmes);
+    pages.push(root().join("README.md"));
+    pages
+}
+
 /// The code blocks that begin with exactly this line.
 fn blocks(markdown: &str, fence: &str) -> Vec<String> {
     let mut blocks = Vec::new();
@@ -150,10 +167,8 @@ fn every_rust_block_is_part_of_a_compiled_file() {
         .flat_map(|directory| files(directory, "rs"))
         .map(|path| read(&path))
         .collect();
-    let mut pages = pages();
-    pages.push(root().join("README.md"));
     let mut checked = 0;
-    for page in pages {
+    for page in pages_with_code() {
         let text = read(&page);
         let other_fence = text
             .lines()
