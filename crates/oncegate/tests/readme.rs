@@ -203,6 +203,34 @@ fn every_rust_block_is_part_of_a_compiled_file() {
     assert!(checked >= 3, "only {checked} blocks were found");
 }
 
+/// Samples that run until a signal and are not in the list of `tests/build.rs`: the tests of this
+/// package start `stop` as it is.
+const STOPPED_ELSEWHERE: &[&str] = &["oncegate/examples/stop.rs"];
+
+#[test]
+fn each_sample_that_runs_until_a_signal_is_stopped_by_a_test() {
+    let listed = read(&root().join("tests/build.rs"));
+    let mut stopped = 0;
+    for directory in COMPILED {
+        for path in files(directory, "rs") {
+            let is_test = path.ends_with("crates/oncegate/tests/readme.rs");
+            if is_test || !read(&path).contains("shutdown_signal()") {
+                continue;
+            }
+            let name = path.file_name().expect("a file").display();
+            let sample = format!("{}/{name}", directory.trim_start_matches("crates/"));
+            let is_stopped = listed.contains(&format!("\"{sample}\","))
+                || STOPPED_ELSEWHERE.contains(&sample.as_str());
+            assert!(
+                is_stopped,
+                "{sample}: add it to SAMPLES in tests/build.rs, and a test to end_to_end/samples.rs"
+            );
+            stopped += 1;
+        }
+    }
+    assert!(stopped >= 7, "only {stopped} samples were found");
+}
+
 #[test]
 fn the_readme_shows_the_whole_handler_of_the_demo() {
     let handler = read(&root().join("examples/payments/src/charge.rs"));
