@@ -3,17 +3,19 @@
 
 use std::path::{Path, PathBuf};
 
-/// The samples that run until a signal. `stop` is tried as it is, by the tests of its package.
-const SAMPLES: [&str; 5] = [
+/// The samples that run until a signal. `stop` is tried as it is, by the tests of its package. The test
+/// `readme` of the facade checks that none is left out.
+const SAMPLES: [&str; 6] = [
     "oncegate/examples/coming_from.rs",
     "oncegate/examples/kafka.rs",
     "oncegate/examples/rabbitmq.rs",
     "oncegate/examples/trial.rs",
     "oncegate-admin/examples/admin.rs",
+    "oncegate-postgres/examples/ledger.rs",
 ];
 
 /// What is replaced, and the expression that takes its place.
-const REPLACED: [(&str, &str); 13] = [
+const REPLACED: [(&str, &str); 16] = [
     (
         r#".brokers("localhost:9092")"#,
         r#".brokers(crate::variable("ONCEGATE_KAFKA")).create_topics(crate::ONE_BROKER)"#,
@@ -25,6 +27,19 @@ const REPLACED: [(&str, &str); 13] = [
     (
         r#""redis://localhost:6379""#,
         r#"crate::variable("ONCEGATE_REDIS")"#,
+    ),
+    (
+        r#""postgres://ledger:secret@localhost/ledger""#,
+        r#"crate::variable("ONCEGATE_POSTGRES").leak()"#,
+    ),
+    (
+        r#"RabbitMq::queue("transfers")"#,
+        r#"RabbitMq::queue(crate::variable("NAME"))"#,
+    ),
+    // Its handler returns at once: in the copy it can be interrupted.
+    (
+        r#"println!("{}", cx.id());"#,
+        "crate::print_start_and_end(cx.id()).await;",
     ),
     (
         r#"Kafka::topic("payments")"#,

@@ -48,7 +48,12 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
     (
         "oncegate-tests",
-        &["oncegate", "oncegate-admin", "oncegate-testkit"],
+        &[
+            "oncegate",
+            "oncegate-admin",
+            "oncegate-postgres",
+            "oncegate-testkit",
+        ],
     ),
     ("oncegate-chaos", &["oncegate", "oncegate-testkit"]),
     (

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::Connection;
+use oncegate_core::IdSource;
 use oncegate_core::source::{ConnectOptions, Order, SourceError};
 
 use crate::client::connector::BrokerConnector;
@@ -43,6 +44,8 @@ pub struct RabbitMq {
     dead_letters: Option<String>,
     in_doubt: Option<String>,
     status: RabbitMqStatus,
+    /// From where the consumer reads ids, for log lines.
+    id: Option<IdSource>,
 }
 
 /// Whether the source declares or checks its queues when it connects.
@@ -112,6 +115,7 @@ impl RabbitMq {
             dead_letters: None,
             in_doubt: None,
             status: RabbitMqStatus::default(),
+            id: None,
         }
     }
 
@@ -287,6 +291,7 @@ impl RabbitMq {
         self.in_flight = options.max_in_flight.unwrap_or(self.in_flight);
         self.order = options.order.unwrap_or(self.order);
         self.longest_open = options.longest_open.unwrap_or(self.longest_open);
+        self.id = options.id;
         self
     }
 
@@ -383,6 +388,7 @@ impl RabbitMq {
                 consumers: self.consumers,
                 order: self.order,
                 rejects: self.rejects,
+                id: self.id,
             },
         })
     }

@@ -474,6 +474,7 @@ async fn run<S: Connect, H: Handler, D: Decode>(
             dedup_window: Some(settings.dedup_window),
             order: settings.order,
             longest_open: Some(settings.longest_open()),
+            id: Some(id.clone()),
         };
         Ok::<_, Error>(source.connect(options).await?)
     };

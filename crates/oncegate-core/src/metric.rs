@@ -154,7 +154,7 @@ pub const METRICS: &[Metric] = &[
     Metric::gauge(
         ISOLATED,
         &[],
-        "Deliveries that run apart from all others, or wait for that, because processes crashed while they handled these messages",
+        "Deliveries in isolation or waiting for it, because processes crashed while they handled them",
     ),
     Metric::gauge(
         STORE_UNAVAILABLE,

@@ -168,7 +168,7 @@ pub trait Connect: Send + 'static {
 
 /// The consumer's settings that concern its source, for [`Connect::connect`]. `None` means that no
 /// value is set.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct ConnectOptions {
     /// `max_in_flight` of the consumer. If a source prefetches more messages, they wait in this
@@ -185,6 +185,8 @@ pub struct ConnectOptions {
     ///
     /// [`Builder::longest_open`]: crate::Builder::longest_open
     pub longest_open: Option<Duration>,
+    /// From where ids are read, for the log lines of messages that the source rejects by itself.
+    pub id: Option<IdSource>,
 }
 
 /// The maximum that [`Source::receive`] may append.

@@ -10,7 +10,7 @@ use oncegate_core::internal::fault;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Connect, ConnectOptions, QueueLevel, SourceProperties};
 use oncegate_core::{
-    Delivery, IdSource, Incoming, Limit, Order, Origin, Settled, Source, SourceError,
+    Delivery, IdSource, Incoming, Limit, MessageId, Order, Origin, Settled, Source, SourceError,
 };
 
 use crate::client::callbacks::CallbackContext;
@@ -35,6 +35,8 @@ pub struct KafkaSource {
     shared: Arc<SharedState>,
     dead_letters: Arc<DeadLetters>,
     body_limit: usize,
+    /// From where ids are read, for log lines.
+    id: Option<IdSource>,
 }
 
 #[async_trait]
@@ -82,6 +84,7 @@ impl Connect for Kafka {
             shared: shared.clone(),
             dead_letters: Arc::new(dead_letters),
             body_limit: self.body_limit,
+            id: options.id,
         };
         let watched = self.clone();
         spawn_thread("oncegate-kafka", move || {
@@ -124,10 +127,12 @@ impl KafkaSource {
     }
 
     fn publish_oversize(&self, delivery: Delivery) {
+        let id = self.id.as_ref();
+        let id = id.and_then(|id| id.read_for_log(&delivery.message));
         tracing::warn!(
-            topic = %delivery.message.origin.name,
-            partition = delivery.receipt.partition,
-            offset = delivery.receipt.position,
+            reason = Reason::TooLarge.as_str(),
+            id = id.as_ref().map(MessageId::as_str),
+            origin = %delivery.message.origin,
             key = delivery.message.key.as_deref().map(String::from_utf8_lossy).as_deref(),
             destination = self.dead_letters.destination(&delivery.message.origin.name, &Reason::TooLarge),
             bytes = delivery.message.body.len(),

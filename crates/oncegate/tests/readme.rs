@@ -62,6 +62,23 @@ fn pages() -> Vec<PathBuf> {
     files("docs/src", "md").into_iter().chain(within).collect()
 }
 
+/// The pages with code for users: the book, and the READMEs of the repository and of its crates.
+fn pages_with_code() -> Vec<PathBuf> {
+    let crates = std::fs::read_dir(root().join("crates")).expect("the crates");
+    let readmes = crates
+        .map(|entry| {
+            entry
+                .expect("an entry that can be read")
+                .path()
+                .join("README.md")
+        })
+        .filter(|readme| readme.is_file());
+    let mut pages = pages();
+    pages.extend(readmes);
+    pages.push(root().join("README.md"));
+    pages
+}
+
 /// The code blocks that begin with exactly this line.
 fn blocks(markdown: &str, fence: &str) -> Vec<String> {
     let mut blocks = Vec::new();
@@ -150,10 +167,8 @@ fn every_rust_block_is_part_of_a_compiled_file() {
         .flat_map(|directory| files(directory, "rs"))
         .map(|path| read(&path))
         .collect();
-    let mut pages = pages();
-    pages.push(root().join("README.md"));
     let mut checked = 0;
-    for page in pages {
+    for page in pages_with_code() {
         let text = read(&page);
         let other_fence = text
             .lines()
@@ -186,6 +201,34 @@ fn every_rust_block_is_part_of_a_compiled_file() {
         }
     }
     assert!(checked >= 3, "only {checked} blocks were found");
+}
+
+/// Samples that run until a signal and are not in the list of `tests/build.rs`: the tests of this
+/// package start `stop` as it is.
+const STOPPED_ELSEWHERE: &[&str] = &["oncegate/examples/stop.rs"];
+
+#[test]
+fn each_sample_that_runs_until_a_signal_is_stopped_by_a_test() {
+    let listed = read(&root().join("tests/build.rs"));
+    let mut stopped = 0;
+    for directory in COMPILED {
+        for path in files(directory, "rs") {
+            let is_test = path.ends_with("crates/oncegate/tests/readme.rs");
+            if is_test || !read(&path).contains("shutdown_signal()") {
+                continue;
+            }
+            let name = path.file_name().expect("a file").display();
+            let sample = format!("{}/{name}", directory.trim_start_matches("crates/"));
+            let is_stopped = listed.contains(&format!("\"{sample}\","))
+                || STOPPED_ELSEWHERE.contains(&sample.as_str());
+            assert!(
+                is_stopped,
+                "{sample}: add it to SAMPLES in tests/build.rs, and a test to end_to_end/samples.rs"
+            );
+            stopped += 1;
+        }
+    }
+    assert!(stopped >= 7, "only {stopped} samples were found");
 }
 
 #[test]

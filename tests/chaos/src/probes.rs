@@ -1,5 +1,5 @@
 //! Kill probes: kills consumers of a Kafka topic while they handle messages. A message without an
-//! effect after the session timeout plus three leases counts as lost.
+//! effect after the session timeout plus three leases is late, and if it has none a minute later, lost.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -25,8 +25,10 @@ use crate::{Error, Stopping};
 const CONSUMERS: usize = 2;
 /// The session timeout of the group.
 const SESSION: Duration = Duration::from_secs(6);
-/// How long after the last effect the missing messages count as lost.
-const LOSS_TIMEOUT: Duration = Duration::from_secs(SESSION.as_secs() + 3 * LEASE.as_secs());
+/// How long after the last effect the missing messages count as late.
+const LATE_TIMEOUT: Duration = Duration::from_secs(SESSION.as_secs() + 3 * LEASE.as_secs());
+/// How long after that they count as lost.
+const LOSS_TIMEOUT: Duration = Duration::from_secs(60);
 /// The time limits of the first effect and of each wait.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 const WAIT_TIMEOUT: Duration = Duration::from_secs(300);
@@ -60,6 +62,8 @@ pub struct ProbeResults {
     pub again: u64,
     /// The longest time without a new effect, in seconds.
     pub longest_gap: f64,
+    /// Messages with an effect after the time limit, as probe and id.
+    pub late: Vec<String>,
     /// Lost messages, as probe and id.
     pub lost: Vec<String>,
 }
@@ -90,7 +94,8 @@ pub fn run(
                 stopping,
             )?;
             println!(
-                "probe {number}: {} lost, {} effects repeated, {:.1} s longest time without an effect",
+                "probe {number}: {} late, {} lost, {} effects repeated, {:.1} s longest time without an effect",
+                one.late.len(),
                 one.lost.len(),
                 one.again,
                 one.longest_gap
@@ -117,7 +122,13 @@ impl ProbeResults {
         self.kills += other.kills;
         self.again += other.again;
         self.longest_gap = self.longest_gap.max(other.longest_gap);
+        self.late.extend(other.late);
         self.lost.extend(other.lost);
+    }
+
+    /// Whether every message had an effect in time.
+    pub fn passed(&self) -> bool {
+        self.late.is_empty() && self.lost.is_empty()
     }
 
     /// In one line.
@@ -128,14 +139,18 @@ impl ProbeResults {
             kills,
             again,
             longest_gap,
+            late,
             lost,
         } = self;
         let mut line = format!(
-            "{probes} probes, {messages} messages, {kills} SIGKILLs, {} lost, {again} effects repeated, {longest_gap:.1} s longest time without an effect",
+            "{probes} probes, {messages} messages, {kills} SIGKILLs, {} late, {} lost, {again} effects repeated, {longest_gap:.1} s longest time without an effect",
+            late.len(),
             lost.len()
         );
-        if !lost.is_empty() {
-            line.push_str(&format!(": {}", lost.join(", ")));
+        for (what, messages) in [("late", late), ("lost", lost)] {
+            if !messages.is_empty() {
+                line.push_str(&format!("; {what}: {}", messages.join(", ")));
+            }
         }
         line
     }
@@ -201,17 +216,20 @@ fn probe(
     for kill in 1..=options.kills {
         // Spread over the messages, at random moments.
         let share = options.messages * kill / (options.kills + 2);
-        effects.until(share, LOSS_TIMEOUT, stopping)?;
+        effects.until(share, LATE_TIMEOUT, stopping)?;
         std::thread::sleep(Duration::from_millis(random.u64(0..300)));
         let mut slot = fleet.slot(random.usize(0..CONSUMERS));
         fleet.kill(&mut slot)?;
         fleet.start(&mut slot)?;
     }
-    effects.until(options.messages, LOSS_TIMEOUT, stopping)?;
-    let missing = ids.iter().filter(|id| !effects.unique.contains(*id));
-    let lost: Vec<String> = missing.map(|id| format!("probe {number}: {id}")).collect();
+    let (late, lost) = effects.until_all(&ids, [LATE_TIMEOUT, LOSS_TIMEOUT], stopping)?;
+    let named = |ids: Vec<String>| -> Vec<String> {
+        let ids = ids.into_iter();
+        ids.map(|id| format!("probe {number}: {id}")).collect()
+    };
+    let (late, lost) = (named(late), named(lost));
     fleet.terminate_all()?;
-    if lost.is_empty() {
+    if late.is_empty() && lost.is_empty() {
         std::fs::remove_dir_all(folder)?; // a probe without losses needs no evidence
     }
     let ProbeEffects {
@@ -228,6 +246,7 @@ fn probe(
         kills: options.kills,
         again,
         longest_gap,
+        late,
         lost,
     })
 }
@@ -239,7 +258,7 @@ struct ProbeEffects {
     incomplete_line: Vec<u8>,
     all: u64,
     unique: HashSet<String>,
-    /// The time of the last new effect, and the longest time without one.
+    /// The time of the last new effect, or of the start, and the longest time without one.
     last: Instant,
     longest: Duration,
 }
@@ -276,13 +295,35 @@ impl ProbeEffects {
         Ok(())
     }
 
+    /// Waits until all messages have had an effect, or none had its first effect for the first of two
+    /// timeouts; for those that are missing then, also for the second one. Returns those whose effect
+    /// came in that time, and those that have none.
+    fn until_all(
+        &mut self,
+        ids: &[String],
+        timeouts: [Duration; 2],
+        stopping: &Stopping,
+    ) -> Result<(Vec<String>, Vec<String>), Error> {
+        let [late_after, lost_after] = timeouts;
+        self.until(ids.len() as u64, late_after, stopping)?;
+        let missing: Vec<String> = ids
+            .iter()
+            .filter(|id| !self.unique.contains(*id))
+            .cloned()
+            .collect();
+        if !missing.is_empty() {
+            self.until(ids.len() as u64, lost_after, stopping)?;
+        }
+        Ok(missing.into_iter().partition(|id| self.unique.contains(id)))
+    }
+
     /// Waits until this many messages have had an effect, or none had its first effect for
     /// `max_gap`.
     fn until(&mut self, count: u64, max_gap: Duration, stopping: &Stopping) -> Result<(), Error> {
-        let (begun, before) = (Instant::now(), self.unique.len());
-        self.last = Instant::now();
+        let mut since = Instant::now();
+        let begun = since;
         while (self.unique.len() as u64) < count
-            && self.last.elapsed() < max_gap
+            && since.elapsed() < max_gap
             && begun.elapsed() < WAIT_TIMEOUT
         {
             std::thread::sleep(POLL_INTERVAL);
@@ -290,12 +331,55 @@ impl ProbeEffects {
             let known = self.unique.len();
             self.read()?;
             if self.unique.len() > known {
-                if known > before {
-                    self.longest = self.longest.max(self.last.elapsed());
-                }
-                self.last = Instant::now();
+                // Also the time before the first of this call, in which a consumer was killed.
+                self.longest = self.longest.max(self.last.elapsed());
+                (self.last, since) = (Instant::now(), Instant::now());
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::Unique;
+
+    const SHORT: Duration = Duration::from_millis(300);
+
+    /// Writes an effect of each id to the file of the sink, after these pauses.
+    fn write_effects(folder: &Path, effects: [(Duration, &'static str); 3]) {
+        let sink = Log::open(&folder.join(FILE), "sink").expect("a file");
+        std::thread::spawn(move || {
+            for (pause, id) in effects {
+                std::thread::sleep(pause);
+                let effect = What::Effect {
+                    id: id.into(),
+                    consumer: "c0.1".into(),
+                    attempt: 1,
+                    unique: Unique::First,
+                };
+                sink.write(effect);
+            }
+        });
+    }
+
+    #[test]
+    fn a_late_effect_is_not_lost_and_the_time_before_the_first_counts() {
+        let folder = tempfile::tempdir().expect("a directory");
+        write_effects(
+            folder.path(),
+            [(4 * SHORT, "a"), (SHORT, "b"), (3 * SHORT, "late")],
+        );
+        let stopping = Stopping::on_signals().expect("signals");
+        let ids = ["a", "b", "late", "lost"].map(str::to_owned);
+        let mut effects = ProbeEffects::of(folder.path()).expect("the file");
+        effects.until(2, 10 * SHORT, &stopping).expect("it runs");
+        assert!(effects.longest >= 3 * SHORT, "{:?}", effects.longest);
+        let timeouts = [SHORT, 10 * SHORT];
+        let (late, lost) = effects
+            .until_all(&ids, timeouts, &stopping)
+            .expect("it runs");
+        assert_eq!((late, lost), (vec!["late".to_owned()], vec!["lost".into()]));
     }
 }

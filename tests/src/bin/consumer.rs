@@ -56,6 +56,8 @@ struct Arguments {
     prefetch: u32,
     #[arg(long, default_value_t = 10_000)]
     drain_ms: u64,
+    #[arg(long, default_value_t = 1_000_000)]
+    body_limit: usize,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -130,6 +132,7 @@ async fn consume(arguments: Arguments) -> Result<(), Error> {
             let kafka = Kafka::topic(arguments.from)
                 .brokers(arguments.url)
                 .group(arguments.group)
+                .body_limit(arguments.body_limit)
                 .create_topics(creation);
             // Of the classic group protocol. The other has the session timeout of the broker.
             let mut properties = vec![
@@ -160,6 +163,7 @@ async fn consume(arguments: Arguments) -> Result<(), Error> {
                 RabbitMq::queue(arguments.from)
                     .url(arguments.url)
                     .prefetch(arguments.prefetch)
+                    .body_limit(arguments.body_limit)
                     .topology(topology),
             ))
             .await

@@ -19,13 +19,20 @@ macro_rules! samples {
     };
 }
 
-samples!(admin, coming_from, kafka, rabbitmq, trial);
+samples!(admin, coming_from, kafka, ledger, rabbitmq, trial);
 
 /// The samples expect the dead-letter and in-doubt topics to exist.
 const ONE_BROKER: oncegate::TopicCreation = oncegate::TopicCreation::Create {
     partitions: 1,
     replication: 1,
 };
+
+/// Prints the id at the start of the handler and at its end.
+async fn print_start_and_end(id: &str) {
+    println!("start of {id}");
+    tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    println!("{id}");
+}
 
 /// A variable that the tests set.
 fn variable(name: &str) -> String {

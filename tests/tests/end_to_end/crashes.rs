@@ -87,13 +87,12 @@ async fn killed_in_a_handler_is_lost_bare(broker: Broker) {
     world.end([second]).await;
 }
 
-/// The delays of the delay queues must not postpone a message beyond the lease of its dead holder: the
-/// second consumer receives all messages as soon as the first is killed.
-#[tokio::test(flavor = "multi_thread")]
-async fn on_rabbitmq_what_a_killed_consumer_held_runs_again_within_two_leases() {
+/// Kills a consumer that holds messages, while a second one with this prefetch runs, which gets them at
+/// once or after the session timeout. All run again within two leases.
+async fn what_was_held_runs_again(broker: Broker, prefetch: u32) {
     const LEASE: Duration = Duration::from_secs(12); // longer than the consumer waits itself
     const HELD: usize = 40;
-    let world = World::new(Broker::RabbitMq).await;
+    let world = World::new(broker).await;
     let consumer = || {
         let consumer = world.consumer("effectively-once");
         consumer.with("lease-ms", LEASE.as_millis().to_string())
@@ -103,7 +102,7 @@ async fn on_rabbitmq_what_a_killed_consumer_held_runs_again_within_two_leases() 
         .publish((0..HELD).map(|n| Sent::new(load(n), "hang")))
         .await;
     world.until_starts(HELD).await;
-    let second = consumer().start();
+    let second = consumer().with("prefetch", prefetch).start();
     doomed.kill();
     let killed = Instant::now();
     world.until_effects(HELD).await;
@@ -113,6 +112,24 @@ async fn on_rabbitmq_what_a_killed_consumer_held_runs_again_within_two_leases() 
     let attempts = (0..HELD).map(|n| world.attempts(&load(n)));
     assert!(attempts.into_iter().all(|attempts| attempts == [1, 2]));
     world.end([second]).await;
+}
+
+/// The delays of the delay queues must not postpone a message beyond the lease of its dead holder.
+#[tokio::test(flavor = "multi_thread")]
+async fn on_rabbitmq_what_a_killed_consumer_held_runs_again_within_two_leases() {
+    what_was_held_runs_again(Broker::RabbitMq, 64).await;
+}
+
+/// With more than half of the prefetch waiting for a lease, messages wait in delay queues.
+#[tokio::test(flavor = "multi_thread")]
+async fn on_rabbitmq_with_a_small_prefetch_it_also_runs_again_within_two_leases() {
+    what_was_held_runs_again(Broker::RabbitMq, 8).await;
+}
+
+/// The session timeout of the group is shorter than the lease.
+#[tokio::test(flavor = "multi_thread")]
+async fn on_kafka_what_a_killed_consumer_held_runs_again_within_two_leases() {
+    what_was_held_runs_again(Broker::Kafka, 64).await;
 }
 
 const LOAD: usize = 300;

@@ -10,6 +10,7 @@ on_both_brokers!(
     a_panic_runs_again_with_a_higher_attempt_effectively_once,
     a_panic_runs_again_bare,
     invalid_messages_go_to_the_dead_letters_and_the_others_are_handled,
+    the_log_names_each_message_that_is_not_handled,
 );
 
 async fn a_failure_clears_the_marker_and_the_message_runs_again(broker: Broker) {
@@ -150,5 +151,62 @@ async fn invalid_messages_go_to_the_dead_letters_and_the_others_are_handled(brok
         "{rejected_messages:?}"
     );
     assert_eq!(world.in_doubt().await, []);
+    world.end([consumer]).await;
+}
+
+async fn the_log_names_each_message_that_is_not_handled(broker: Broker) {
+    let world = World::new(broker).await;
+    let large = format!(r#"{{"do":"work","padding":"{}"}}"#, "x".repeat(200));
+    world
+        .publish([
+            Sent::raw(Some("incomplete".into()), r#"{"ms":1}"#),
+            Sent::new("panics", "panic-once"),
+            Sent::raw(Some("large".into()), &large),
+        ])
+        .await;
+    let consumer = world
+        .consumer("at-most-once")
+        .with("body-limit", 100)
+        .start();
+    world
+        .until("all are dead-lettered or in doubt", async || {
+            (
+                world.dead_letters().await.len(),
+                world.in_doubt().await.len(),
+            ) == (2, 1)
+        })
+        .await;
+    let log = consumer.log();
+    let dead_letters = format!("destination=\"{}.dead-letters\"", world.name);
+    let in_doubt = format!("destination=\"{}.in-doubt\"", world.name);
+    let origin = format!("origin={}", world.name);
+    for (line, id, destination, others) in [
+        (
+            "message rejected, sending it to the dead letters",
+            r#"id="incomplete""#,
+            &dead_letters,
+            [r#"reason="unreadable""#, "missing field `do`"],
+        ),
+        (
+            "message in doubt, sending it to the in-doubt queue",
+            r#"id="panics""#,
+            &in_doubt,
+            [r#"reason="in-doubt-panicked""#, "as the message says"],
+        ),
+        (
+            "message body exceeds body_limit",
+            r#"id="large""#,
+            &dead_letters,
+            [r#"reason="too-large""#, "limit=100"],
+        ),
+    ] {
+        let lines: Vec<&str> = log.lines().filter(|it| it.contains(line)).collect();
+        let [found] = lines[..] else {
+            panic!("{line}: {lines:#?}\n{log}");
+        };
+        for field in [id, destination, origin.as_str()].into_iter().chain(others) {
+            assert!(found.contains(field), "{field} in {found}");
+        }
+    }
     world.end([consumer]).await;
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use oncegate::defaults::DRAIN_TIMEOUT;
@@ -14,11 +14,62 @@ use crate::world::World;
 /// Messages that one run cannot handle before the signal.
 const MESSAGES: usize = 3_000;
 
+/// The account has the name of the world; each message adds a cent.
+#[tokio::test(flavor = "multi_thread")]
+async fn ledger() {
+    let world = World::new(Broker::RabbitMq).await;
+    let database = oncegate_testkit::postgres_url().unwrap_or_else(|missing| panic!("{missing}"));
+    let pool = sqlx::PgPool::connect(&database).await.expect("PostgreSQL");
+    sqlx::query("CREATE TABLE IF NOT EXISTS accounts (account TEXT PRIMARY KEY, cents BIGINT)")
+        .execute(&pool)
+        .await
+        .expect("a table");
+    sqlx::query("INSERT INTO accounts VALUES ($1, 0)")
+        .bind(&world.name)
+        .execute(&pool)
+        .await
+        .expect("an account");
+    let body = format!(r#"{{"account":"{}","cents":1}}"#, world.name);
+    let messages = (0..MESSAGES).map(|n| Sent::raw(Some(format!("id-{n:04}")), body.clone()));
+    world.publish(messages).await;
+    let balance = async || -> i64 {
+        sqlx::query_scalar("SELECT cents FROM accounts WHERE account = $1")
+            .bind(&world.name)
+            .fetch_one(&pool)
+            .await
+            .expect("the account")
+    };
+    let all = i64::try_from(MESSAGES).expect("a small number");
+    for at_least in [all / 10, all] {
+        let mut program = sample("ledger", Broker::RabbitMq, &world.name)
+            .env("ONCEGATE_POSTGRES", &database)
+            .spawn()
+            .expect("the program of the samples");
+        world
+            .until(&format!("{at_least} cents"), async || {
+                let status = program.try_wait().expect("it was started here");
+                assert_eq!(status, None, "it ended");
+                balance().await >= at_least
+            })
+            .await;
+        if at_least < all {
+            assert!(balance().await < all, "it handled all before the signal");
+        }
+        tokio::task::spawn_blocking(move || terminate("ledger", &mut program))
+            .await
+            .expect("it ends");
+    }
+    assert_eq!(balance().await, all, "each message is handled once");
+    assert_eq!(world.dead_letters().await, []);
+    assert_eq!(world.in_doubt().await, []);
+    world.broker.remove(&world.name).await;
+}
+
 /// Whether the sample skips ids that an earlier run handled.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Duplicates {
     Skipped,
-    /// It only counts them.
+    /// It only counts them. Each handler that starts has to end.
     Handled,
 }
 
@@ -75,6 +126,8 @@ async fn stopped(broker: Broker, sample: &'static str, body: &str, duplicates: D
         let twice: Vec<_> = handled.iter().filter(|(_, count)| **count > 1).collect();
         assert!(twice.is_empty(), "{twice:?}");
         assert_eq!(world.in_doubt().await, []);
+    } else {
+        assert_eq!(handled.len(), MESSAGES, "each message is handled");
     }
     assert_eq!(world.dead_letters().await, []);
     world.broker.remove(&world.name).await;
@@ -83,35 +136,66 @@ async fn stopped(broker: Broker, sample: &'static str, body: &str, duplicates: D
 /// Runs the sample until it has handled this many messages, then sends SIGTERM. Returns the ids in its
 /// output.
 fn run_until(broker: Broker, sample: &str, name: &str, count: usize) -> Vec<String> {
+    let mut program = self::sample(sample, broker, name)
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the program of the samples");
+    let output = BufReader::new(program.stdout.take().expect("it is piped"));
+    let mut started = Vec::new();
+    let mut ids = output.lines().filter_map(|line| {
+        let line = line.expect("text");
+        if let Some(id) = line.strip_prefix("start of ") {
+            started.push(id.to_owned());
+            return None;
+        }
+        let id = line.split(':').next().unwrap_or_default();
+        id.starts_with("id-").then(|| id.to_owned())
+    });
+    let mut handled: Vec<String> = ids.by_ref().take(count).collect();
+    send_sigterm(&program);
+    let since = Instant::now();
+    handled.extend(ids);
+    wait(sample, &mut program, since);
+    if !started.is_empty() {
+        let (mut started, mut ended) = (started, handled.clone());
+        started.sort();
+        ended.sort();
+        assert_eq!(started, ended, "{sample}: each handler that starts ends");
+    }
+    handled
+}
+
+/// The program of a sample, with the addresses of the servers.
+fn sample(sample: &str, broker: Broker, name: &str) -> Command {
     let redis = oncegate_testkit::redis_url().unwrap_or_else(|missing| panic!("{missing}"));
     let address = match broker {
         Broker::Kafka => "ONCEGATE_KAFKA",
         Broker::RabbitMq => "ONCEGATE_RABBITMQ",
     };
-    let mut program = Command::new(env!("CARGO_BIN_EXE_sample"))
+    let mut program = Command::new(env!("CARGO_BIN_EXE_sample"));
+    program
         .arg(sample)
         .envs([
             ("NAME", name),
             ("ONCEGATE_REDIS", &redis),
             (address, &broker.url()),
         ])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("the program of the samples");
-    let output = BufReader::new(program.stdout.take().expect("it is piped"));
-    let mut ids = output.lines().filter_map(|line| {
-        let line = line.expect("text");
-        let id = line.split(':').next().unwrap_or_default();
-        id.starts_with("id-").then(|| id.to_owned())
-    });
-    let mut handled: Vec<String> = ids.by_ref().take(count).collect();
-    let pid = i32::try_from(program.id()).ok().and_then(Pid::from_raw);
-    kill_process(pid.expect("a process number"), Signal::TERM).expect("it runs");
-    let since = Instant::now();
-    handled.extend(ids);
+        .stdin(Stdio::null());
+    program
+}
+
+/// Sends SIGTERM, after which the sample ends with 0 within the drain timeout and a second.
+fn terminate(sample: &str, program: &mut Child) {
+    send_sigterm(program);
+    wait(sample, program, Instant::now());
+}
+
+fn send_sigterm(program: &Child) {
+    kill_process(Pid::from_child(program), Signal::TERM).expect("it runs");
+}
+
+fn wait(sample: &str, program: &mut Child, since: Instant) {
     let status = program.wait().expect("it was started here");
     assert!(status.success(), "{sample}: {status}");
     assert!(since.elapsed() < DRAIN_TIMEOUT + Duration::from_secs(1));
-    handled
 }

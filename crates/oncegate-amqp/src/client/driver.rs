@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::BoxFuture;
+use oncegate_core::MessageId;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{FailureHistory, Settled, SourceError};
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -316,8 +317,12 @@ impl AmqpDriver {
                 .reject(&delivery, &reason, history, &self.context, time)
         };
         let action = if bytes > self.context.body_limit {
+            let id = self.context.id.as_ref();
+            let id = id.and_then(|id| id.read_for_log(&delivery.message));
             tracing::warn!(
-                queue,
+                reason = Reason::TooLarge.as_str(),
+                id = id.as_ref().map(MessageId::as_str),
+                origin = %delivery.message.origin,
                 message_id = delivery
                     .message
                     .message_id
@@ -327,7 +332,7 @@ impl AmqpDriver {
                 destination = self.context.dead_letters.as_str(),
                 bytes,
                 limit = self.context.body_limit,
-                "message body exceeds body_limit; rejecting the message to the dead letters (reason too-large); to handle it, raise body_limit and redrive it"
+                "message body exceeds body_limit; rejecting the message to the dead letters; to handle it, raise body_limit and redrive it"
             );
             reject(Reason::TooLarge, None)
         } else if has_invalid_utf8 {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::types::ShortString;
+use oncegate_core::IdSource;
 use oncegate_core::source::{Order, RetryDelays, SourceError};
 
 use crate::settings::{QueueKind, Rejects, Topology};
@@ -40,6 +41,8 @@ pub(crate) struct QueueSettings {
     pub(crate) consumers: ConsumerMode,
     pub(crate) order: Order,
     pub(crate) rejects: Rejects,
+    /// From where ids are read, for log lines.
+    pub(crate) id: Option<IdSource>,
 }
 
 impl QueueSettings {

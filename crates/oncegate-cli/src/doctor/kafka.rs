@@ -102,7 +102,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
                 );
             }
             Some(Ok(TopicLookup::Missing { brokers: count })) => {
-                let replicas = replicas(count);
+                let replicas = oncegate::Kafka::replicas(count);
                 let what = if code == "topic-missing" {
                     "it does not exist"
                 } else {
@@ -271,11 +271,6 @@ enum TopicLookup {
     Missing {
         brokers: usize,
     },
-}
-
-/// The replication factor for a cluster of this size, at most three.
-fn replicas(brokers: usize) -> usize {
-    brokers.clamp(1, 3)
 }
 
 fn look_up_topic(consumer: &impl Consumer, name: &str) -> Result<TopicLookup, MetadataError> {
@@ -494,7 +489,7 @@ fn check_destination_topic(
             "dead-letter-topic-one-replica",
             &at,
             what,
-            match replicas(topic.brokers) {
+            match oncegate::Kafka::replicas(topic.brokers) {
                 1 => "the cluster has one broker: add two, then reassign its partitions (kafka-reassign-partitions.sh)".to_owned(),
                 copies => format!("reassign its partitions to {copies} brokers (kafka-reassign-partitions.sh), or recreate it with --replication-factor {copies}"),
             },

@@ -1,6 +1,7 @@
 //! Reads the idempotency key (the id) of a message.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
@@ -184,6 +185,15 @@ impl IdSource {
     /// [`NoId`] if it is missing or unusable.
     pub fn read(&self, message: &Message) -> Result<MessageId, NoId> {
         self.0.read(message)
+    }
+
+    /// The id of a message for a log line; `None` if there is none that can be read.
+    #[doc(hidden)]
+    pub fn read_for_log(&self, message: &Message) -> Option<MessageId> {
+        // A user's function may panic.
+        catch_unwind(AssertUnwindSafe(|| self.read(message)))
+            .ok()?
+            .ok()
     }
 }
 

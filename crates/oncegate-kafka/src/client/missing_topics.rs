@@ -93,7 +93,7 @@ impl<'a> MissingTopics<'a> {
             .get(topic)
             .map(|partitions| format!(" --partitions {partitions}"))
             .unwrap_or_default();
-        let replicas = topics::replicas(brokers);
+        let replicas = Kafka::replicas(brokers);
         let create = topics::create_command(self.kafka, topic, replicas, &options);
         tracing::error!(
             topic,

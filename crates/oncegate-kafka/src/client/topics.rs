@@ -50,11 +50,6 @@ pub(super) fn create_command(kafka: &Kafka, name: &str, replicas: usize, options
     )
 }
 
-/// The replication factor for a cluster of this size: one replica per broker, at most three.
-pub(super) fn replicas(brokers: usize) -> usize {
-    brokers.clamp(1, 3)
-}
-
 /// Waits for a broker, then checks every topic, and creates missing dead-letter and in-doubt topics
 /// if [`TopicCreation`] says so. Returns the consumer that has sent the last request: `consumer`,
 /// or one that `new_consumer` has created because requests failed.
@@ -80,7 +75,7 @@ pub(crate) async fn check(
                 format!("the topic `{topic}` does not exist"),
                 format!(
                     "create it: {}",
-                    create_command(kafka, topic, replicas(brokers), "")
+                    create_command(kafka, topic, Kafka::replicas(brokers), "")
                 ),
             ));
         }
@@ -120,7 +115,7 @@ pub(crate) async fn check(
             }
             (TopicPresence::Missing { brokers }, TopicCreation::Never) => {
                 let (replicas, options) = (
-                    replicas(brokers),
+                    Kafka::replicas(brokers),
                     " --config retention.ms=-1 --config retention.bytes=-1 --config cleanup.policy=delete",
                 );
                 return Err(SourceError::misconfigured(

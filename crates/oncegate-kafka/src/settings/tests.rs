@@ -41,6 +41,12 @@ fn an_id_that_kafka_does_not_have_is_refused() {
 }
 
 #[test]
+fn a_topic_gets_a_replica_per_broker_and_at_most_three() {
+    let replicas = [0, 1, 2, 3, 5].map(Kafka::replicas);
+    assert_eq!(replicas, [1, 1, 2, 3, 3]);
+}
+
+#[test]
 fn missing_and_forbidden_settings_are_named() {
     let kafka =
         |topic: &str, brokers: &str, group: &str| Kafka::topic(topic).brokers(brokers).group(group);

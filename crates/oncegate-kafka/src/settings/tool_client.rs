@@ -30,6 +30,13 @@ impl Kafka {
         }
         config.create().map_err(client::error::from_config)
     }
+
+    /// The replication factor for a topic in a cluster of this size: one replica per broker, at most
+    /// three.
+    #[doc(hidden)]
+    pub fn replicas(brokers: usize) -> usize {
+        brokers.clamp(1, 3)
+    }
 }
 
 #[cfg(test)]

@@ -5,10 +5,15 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{Ask, Effect, Guarantee, Marker, Operation, Token, Verdict};
-use oncegate_core::{Gate, RunOutcome, Store, StoreError};
+use oncegate_core::{
+    Consumer, Context, Error, Failure, FailureExt, Gate, Handler, IdSource, MemoryBroker, Message,
+    Raw, RawBytes, RunOutcome, Store, StoreError,
+};
 use oncegate_redis::Redis;
 use oncegate_testkit::proxy::{Proxy, RequestFault, contains};
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
+
+use tokio::sync::mpsc::unbounded_channel;
 
 use crate::sentinel_and_cluster::until_answered;
 use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, complete, key, operation, terms};
@@ -378,6 +383,57 @@ async fn a_revoked_right_is_reported_and_a_granted_one_is_used() {
         ask(&store, complete("k", 1, 1)).await.expect("a verdict"),
         DONE
     );
+}
+
+/// The id of the message that was handled last is sent to `handled`.
+struct Reports(tokio::sync::mpsc::UnboundedSender<String>);
+
+impl Handler for Reports {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        self.0.send(cx.id().to_owned()).retry()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_right_that_is_revoked_while_a_consumer_runs_ends_it_with_that_error() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let command = |text: &str| server.command(text).expect("a reply");
+    command(&crate::support::rights("+wait"));
+    let store = at(&format!(
+        "redis://oncegate:PASSWORD@127.0.0.1:{}",
+        server.port()
+    ));
+    let (broker, (handled, mut ids)) = (MemoryBroker::new("q"), unbounded_channel());
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(store.allow_volatile_store())
+        .id(IdSource::message_id())
+        .decode(RawBytes)
+        .handler(Reports(handled));
+    let running = tokio::spawn(consumer.run_until(std::future::pending::<()>()));
+    broker.publish(Message::new("x").with_message_id("before"));
+    assert_eq!(ids.recv().await.as_deref(), Some("before"));
+    broker.drained().await;
+    command("ACL SETUSER oncegate -set");
+    for number in 0..100 {
+        broker.publish(Message::new("x").with_message_id(format!("after-{number}")));
+    }
+    let ended = tokio::time::timeout(10 * SECOND, running)
+        .await
+        .expect("at once")
+        .expect("no panic");
+    assert!(
+        matches!(&ended, Err(Error::Store(StoreError::Misconfigured(why))) if why.to_string().contains("NOPERM")),
+        "{ended:?}"
+    );
+    assert_eq!(
+        ids.recv().await,
+        None,
+        "nothing was handled without a claim"
+    );
+    assert_eq!(broker.unsettled(), 100, "nothing is lost");
 }
 
 /// A rolling upgrade: consumers with different leases, windows and guarantees share the ids.

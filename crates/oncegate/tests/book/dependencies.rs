@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use super::generated::{Package, check, target};
-use super::{COMPILED, blocks, files, has, pages, read, root};
+use super::{COMPILED, blocks, files, has, pages_with_code, read, root};
 
 /// Excerpts of the demo, which is a package of this workspace.
 const OF_THE_DEMO: &str = "examples/payments/src/charge.rs";
@@ -33,7 +33,7 @@ fn the_code_of_each_page_compiles_with_the_dependencies_that_it_shows() {
     };
     let of_the_demo = read(&root().join(OF_THE_DEMO));
     let mut packages: BTreeMap<String, BTreeSet<PathBuf>> = BTreeMap::new();
-    for page in pages().into_iter().chain([root().join("README.md")]) {
+    for page in pages_with_code() {
         for (lines, code) in parts(&read(&page)) {
             for block in code.iter().filter(|block| !has(&of_the_demo, block)) {
                 assert!(

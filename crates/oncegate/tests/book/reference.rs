@@ -38,6 +38,7 @@ const BUILDERS: &[(&str, &str, &[&str])] = &[
 fn setters(source: &str) -> Vec<(String, String)> {
     let mut setters = Vec::new();
     let mut documentation: Vec<&str> = Vec::new();
+    let mut is_hidden = false;
     let mut lines = source.lines();
     while let Some(line) = lines.next() {
         if let Some(text) = line.strip_prefix("    ///") {
@@ -53,7 +54,7 @@ fn setters(source: &str) -> Vec<(String, String)> {
             let returns_builder = ["-> Self", "-> Builder<", "-> GateBuilder<"]
                 .iter()
                 .any(|text| signature.contains(text));
-            if takes_builder && returns_builder {
+            if takes_builder && returns_builder && !is_hidden {
                 let name = signature.split(['(', '<']).next().unwrap_or_default();
                 let text = documentation
                     .iter()
@@ -65,8 +66,12 @@ fn setters(source: &str) -> Vec<(String, String)> {
                 ));
             }
             documentation.clear();
+            is_hidden = false;
+        } else if line == "    #[doc(hidden)]" {
+            is_hidden = true;
         } else if !line.starts_with("    #[") {
             documentation.clear();
+            is_hidden = false;
         }
     }
     setters
@@ -284,7 +289,7 @@ fn the_book_lists_every_error_and_every_reason() {
 fn setters_keys_and_variants_are_parsed() {
     let source = "impl X {\n    /// Sets it.\n    ///\n    /// See [`Y`](Self::y), a|b.\n    ///\n    /// # Errors\n    /// None.\n    #[must_use]\n    \
                   pub fn it<T>(\n        mut self,\n        it: T,\n    ) -> Self {\n    /// No.\n    pub fn new() -> Self {\n    /// No.\n    \
-                  pub fn is(&self) -> bool {\n";
+                  pub fn is(&self) -> bool {\n    /// No.\n    #[doc(hidden)]\n    pub fn seed(mut self) -> Self {\n";
     assert_eq!(
         setters(source),
         [("it".to_owned(), "Sets it. See `Y`, a\\|b.".to_owned())]

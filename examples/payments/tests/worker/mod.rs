@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 const TEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The number of payments; about a tenth are sent twice.
-const PAYMENTS: usize = 80;
+const PAYMENTS: usize = 3_000;
 
 /// The program, and the lines that it writes to standard output and standard error.
 struct Worker {
@@ -153,6 +153,7 @@ async fn each_message_is_handled_once(
             .expect("it handles something"),
     );
     let mut counts = worker.stop(counts);
+    assert!(counts.len() < PAYMENTS, "none was left when SIGTERM came");
     let worker = start();
     let admin = worker.admin();
     let started = Instant::now();

@@ -1,0 +1,17 @@
+//! A text in place of a failure. The compiler names the trait whose documentation says what to write, and
+//! leaves out our text, because the bound is that of `Into`.
+// error: the trait `IntoFailure` is not implemented for `&str`
+
+use oncegate::{Context, Failure, Handler};
+
+struct Print;
+
+impl Handler for Print {
+    type Payload = String;
+
+    async fn handle(&self, _: String, _: &Context) -> Result<(), Failure> {
+        Err("no such account".into())
+    }
+}
+
+fn main() {}
