@@ -13,7 +13,6 @@
 //! 3.10.8 unless it names other versions. Remove a workaround only if its test passes without it on
 //! the oldest supported release.
 
-pub(crate) mod backoff;
 pub(crate) mod close_delay;
 pub(crate) mod confirm_timeout;
 pub(crate) mod connector;

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::internal::doubled;
+
 /// Counts consecutive requests without an answer. While the store is unavailable, it gets a few
 /// requests a second, however many deliveries wait for it.
 #[derive(Debug)]
@@ -69,10 +71,7 @@ impl Breaker {
         if self.unanswered == 0 {
             self.since = now;
         }
-        self.next_try = now
-            + FIRST_PAUSE
-                .saturating_mul(1 << self.unanswered.min(10))
-                .min(LONGEST_PAUSE);
+        self.next_try = now + doubled(FIRST_PAUSE, self.unanswered, LONGEST_PAUSE);
         self.unanswered = self.unanswered.saturating_add(1);
     }
 }

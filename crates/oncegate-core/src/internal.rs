@@ -5,12 +5,14 @@
 //! `oncegate-testkit`, and the tests of this workspace. They are not part of the public API: any
 //! release may change or remove them. If a program needs one, please open an issue.
 
+mod backoff;
 mod lock;
 mod marker_columns;
 mod store_failure;
 
 pub use crate::log_throttle::LogThrottle;
 pub use crate::run_context::RunContext;
+pub use backoff::{Backoff, doubled};
 pub use lock::Lock;
 pub use marker_columns::{MarkerColumns, UnreadableRow, milliseconds};
 pub use store_failure::{Problem, StoreFailure};

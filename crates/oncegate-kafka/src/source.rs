@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use oncegate_core::internal::fault;
+use oncegate_core::internal::{Backoff, fault};
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Connect, ConnectOptions, QueueLevel, SourceProperties};
 use oncegate_core::{
@@ -152,7 +152,7 @@ impl KafkaSource {
         let (shared, dead_letters) = (self.shared.clone(), self.dead_letters.clone());
         let mut dead_letter = dead_letters.prepare(rejected);
         tokio::spawn(async move {
-            let (mut pause, longest) = RETRY_PAUSES;
+            let mut backoff = Backoff::between(RETRY_PAUSES.0, RETRY_PAUSES.1);
             fault::point("kafka.dead-letter.before");
             while let Err(error) = dead_letters.publish(&mut dead_letter).await {
                 metrics::counter!(crate::metric::DEAD_LETTER_FAILURES).increment(1);
@@ -160,8 +160,7 @@ impl KafkaSource {
                 if shared.lock().phase() >= SourcePhase::Closing {
                     return;
                 }
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(longest);
+                tokio::time::sleep(backoff.advance()).await;
             }
             let rejected = &dead_letter.rejected;
             let reason = rejected.reason.as_str();

@@ -12,7 +12,6 @@ use lapin::{Channel, Confirmation, Connection};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::Instant;
 
-use crate::client::backoff::Backoff;
 use crate::client::confirm_timeout::CONFIRM_TIMEOUT;
 use crate::client::connector::{code, reply_code};
 use crate::client::next_ready::next_ready;
@@ -20,6 +19,7 @@ use crate::client::publisher::PublisherContext;
 use crate::client::refusing_channel;
 use crate::protocol::confirm_window::{ConfirmWindow, FailedWindow, PublishFailure};
 use crate::protocol::message_copy::MessageCopy;
+use oncegate_core::internal::Backoff;
 
 /// Maximum number of unconfirmed copies on a channel. Usually the prefetch limits them first: an original
 /// is unacknowledged until its copy is confirmed.
@@ -231,7 +231,7 @@ impl DestinationPublisher {
         self.confirm(failed.confirmed);
         let metrics = &self.context.source.metrics;
         metrics.copies_retried(failed.unconfirmed.len());
-        let pause = self.backoff.pause();
+        let pause = self.backoff.advance_with_jitter();
         (self.publish_at, self.window_limit) = (Instant::now() + pause, 1);
         for copy in failed.unconfirmed.into_iter().rev() {
             if is_probably_caused_by_one_copy && self.copies.is_some() {
@@ -256,7 +256,7 @@ impl DestinationPublisher {
             copies: None,
             waiting: VecDeque::from([copy]),
             window_limit: 1,
-            publish_at: Instant::now() + backoff.pause(),
+            publish_at: Instant::now() + backoff.advance_with_jitter(),
             backoff,
             isolated: FuturesUnordered::new(),
         };

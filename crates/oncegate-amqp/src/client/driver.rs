@@ -15,7 +15,6 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use crate::client::backoff::Backoff;
 use crate::client::context::SourceContext;
 use crate::client::incoming_queue::IncomingSender;
 use crate::client::lost_consumer_probe::{LONG_PROBE_INTERVAL, PROBE_INTERVAL};
@@ -26,6 +25,7 @@ use crate::client::session::{ChannelLoss, ConsumerSession, SessionEvent};
 use crate::protocol::CurrentTime;
 use crate::protocol::channel_deliveries::{FlushMode, IntakeState, SettleAction};
 use crate::protocol::incoming;
+use oncegate_core::internal::Backoff;
 
 /// How long sending the last acknowledgements may take after the deadline.
 const LAST_ACK_TIMEOUT: Duration = Duration::from_millis(100);
@@ -422,7 +422,7 @@ impl AmqpDriver {
                 self.epoch,
                 prefetch,
                 probe_interval,
-                self.backoff.pause(),
+                self.backoff.advance_with_jitter(),
             );
             let old_session_closed = self.context.preserves_order().then_some(closed);
             self.session = SessionState::Opening(Box::pin(async move {

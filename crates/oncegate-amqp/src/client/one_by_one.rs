@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::client::backoff::Backoff;
 use crate::client::open_session::MAX_RECONNECT_PAUSE;
+use oncegate_core::internal::Backoff;
 
 /// The loss of a channel that was open for longer than this resets the backoff; the loss of one
 /// that fails at once must not.

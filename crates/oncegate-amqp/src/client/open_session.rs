@@ -6,12 +6,12 @@ use std::time::Duration;
 use oncegate_core::source::SourceError;
 use tokio::time::Instant;
 
-use crate::client::backoff::Backoff;
 use crate::client::connector::ConnectError;
 use crate::client::context::SourceContext;
 use crate::client::lost_consumer_probe::PROBE_INTERVAL;
 use crate::client::problem_throttle::ProblemThrottle;
 use crate::client::session::ConsumerSession;
+use oncegate_core::internal::Backoff;
 
 /// The longest pause before reconnecting. With the handshake, the source consumes again within about
 /// five seconds after the node is available.
@@ -125,10 +125,10 @@ impl OpenAttempts {
             ConnectError::QueueMismatch(_) => {
                 let is_new = self.logged_mismatch.as_deref() != Some(problem);
                 self.logged_mismatch = Some(problem.to_owned());
-                (self.mismatch_backoff.pause(), is_new)
+                (self.mismatch_backoff.advance_with_jitter(), is_new)
             }
             ConnectError::Misconfigured(_) | ConnectError::Transient(_) => (
-                self.backoff.pause(),
+                self.backoff.advance_with_jitter(),
                 self.throttle.is_due(problem, Instant::now()),
             ),
         }

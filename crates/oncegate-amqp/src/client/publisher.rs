@@ -18,12 +18,12 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::Instant;
 
-use crate::client::backoff::Backoff;
 use crate::client::connector;
 use crate::client::context::SourceContext;
 use crate::client::destination_publisher::DestinationPublisher;
 use crate::client::problem_throttle::ProblemThrottle;
 use crate::protocol::message_copy::MessageCopy;
+use oncegate_core::internal::Backoff;
 
 /// The driver's handle to the publishers. Each destination queue has a task of its own, so that a
 /// missing or full queue does not delay copies for others.
@@ -166,7 +166,7 @@ impl PublisherContext {
                     return Arc::clone(connection.open.insert(Arc::new(opened)));
                 }
                 Err(error) => {
-                    let pause = connection.backoff.pause();
+                    let pause = connection.backoff.advance_with_jitter();
                     self.warn(&error.to_string(), pause);
                     tokio::time::sleep(pause).await;
                 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::Grant;
+use crate::internal::doubled;
 use crate::marker::{Attempts, Guarantee};
 
 /// What the consumer does while its store is unavailable.
@@ -41,17 +42,11 @@ pub struct Policy {
     pub outage: Outage,
 }
 
-/// The maximum number of times that the pause before a retry is doubled, so that the factor fits
-/// into a `u32`.
-const MAX_DOUBLINGS: u32 = 20;
-
 impl Policy {
     /// The pause before the retry that follows this number of tries: the first pause, doubled for
     /// each try, up to the longest.
     pub fn pause(&self, tries: u32) -> Duration {
-        self.backoff
-            .saturating_mul(1 << tries.min(MAX_DOUBLINGS))
-            .min(self.longest_backoff)
+        doubled(self.backoff, tries, self.longest_backoff)
     }
 
     /// How a message is isolated from others, because it may cause the crashes of the processes

@@ -14,6 +14,8 @@
 
 use std::time::{Duration, Instant};
 
+use oncegate_core::internal::Backoff;
+
 /// The first and the longest pause before a probe. A probe is a request of a new client to the
 /// group coordinator, which is sent while the watched client does not reach the coordinator. The
 /// pause doubles while probes fail.
@@ -30,7 +32,7 @@ pub(crate) struct LostMetadata {
     without_coordinator_since: Option<Instant>,
     last_probe: Option<Instant>,
     /// The pause before the next probe.
-    pause: Duration,
+    backoff: Backoff,
     /// Since when every probe has succeeded; `None` if the last probe failed.
     succeeding_since: Option<Instant>,
 }
@@ -49,7 +51,7 @@ impl LostMetadata {
             reconnect_time,
             without_coordinator_since,
             last_probe: None,
-            pause: PROBE_PAUSES.0,
+            backoff: Backoff::between(PROBE_PAUSES.0, PROBE_PAUSES.1),
             succeeding_since: None,
         }
     }
@@ -70,18 +72,18 @@ impl LostMetadata {
         let Some(started) = self.last_probe.or(without_coordinator_since) else {
             return false;
         };
-        if clock().duration_since(started) < self.pause {
+        if clock().duration_since(started) < self.backoff.current() {
             return false;
         }
         let has_succeeded = probe();
         let now = clock();
         self.last_probe = Some(now);
         // Longer pauses limit the load of probes on a cluster that is unavailable or just starts.
-        self.pause = if has_succeeded {
-            PROBE_PAUSES.0
+        if has_succeeded {
+            self.backoff.reset();
         } else {
-            (self.pause * 2).min(PROBE_PAUSES.1)
-        };
+            self.backoff.advance();
+        }
         self.succeeding_since = if has_succeeded {
             self.succeeding_since.or(Some(now))
         } else {

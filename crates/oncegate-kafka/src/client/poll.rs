@@ -6,6 +6,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
+use oncegate_core::internal::Backoff;
 use rdkafka::consumer::Consumer;
 use rdkafka::error::KafkaError;
 
@@ -60,19 +61,19 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<GroupConsumer>) {
     let (shared, connection_errors, topics) =
         (shared.clone(), connection_errors.clone(), topics.clone());
     let _end_guard = EndGuard(shared.clone());
-    let (mut pause, mut assignment) = (REPLACEMENT_PAUSES.0, AssignmentWait::new(&kafka));
+    let mut backoff = Backoff::between(REPLACEMENT_PAUSES.0, REPLACEMENT_PAUSES.1);
+    let mut assignment = AssignmentWait::new(&kafka);
     loop {
         let started = Instant::now();
-        pause = match serve_client(consumer, &shared, &mut assignment) {
+        match serve_client(consumer, &shared, &mut assignment) {
             ClientExit::SourceClosed => return,
             // New clients reach the group coordinator, so the replacement is likely to reach it.
-            ClientExit::ReplacedWithoutCoordinator => REPLACEMENT_PAUSES.0,
+            ClientExit::ReplacedWithoutCoordinator => backoff.reset(),
             // Clients that fail repeatedly are replaced at growing intervals.
-            ClientExit::Replaced if started.elapsed() <= STABLE_AFTER => {
-                (pause * 2).min(REPLACEMENT_PAUSES.1)
-            }
-            ClientExit::Replaced => REPLACEMENT_PAUSES.0,
-        };
+            ClientExit::Replaced if started.elapsed() <= STABLE_AFTER => {}
+            ClientExit::Replaced => backoff.reset(),
+        }
+        let pause = backoff.advance();
         consumer = loop {
             let until = Instant::now() + pause;
             while Instant::now() < until {

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use oncegate_core::internal::doubled;
+
 use crate::shared::ReadProgress;
 
 /// How many times the whole message queue must have been read before a partition counts as stalled.
@@ -140,7 +142,7 @@ impl StallDetector {
         match self.backoffs.get(&key) {
             None => stalled_after,
             Some(before) if position <= before.position => {
-                stalled_after.saturating_mul(1 << before.doublings)
+                doubled(stalled_after, before.doublings, Duration::MAX)
             }
             Some(_) => {
                 self.backoffs.remove(&key);

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use oncegate_core::SourceError;
+use oncegate_core::internal::Backoff;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::consumer::Consumer;
 use rdkafka::error::RDKafkaErrorCode;
@@ -144,7 +145,7 @@ async fn find_topic(
     topic: String,
     connection_errors: &ConnectionErrors,
 ) -> Result<(GroupConsumer, TopicPresence), SourceError> {
-    let (mut pause, longest) = RETRY_PAUSES;
+    let mut backoff = Backoff::between(RETRY_PAUSES.0, RETRY_PAUSES.1);
     let (mut missing_answers, mut failures) = (0, 0);
     loop {
         let name = topic.clone();
@@ -172,8 +173,7 @@ async fn find_topic(
                 }
             }
         }
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(longest);
+        tokio::time::sleep(backoff.advance()).await;
     }
 }
 
