@@ -472,6 +472,13 @@ async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
         "cleared"
     );
     assert_eq!(ids(&fixture.json(&["in-doubt", "list"]).await), [""; 0]);
+    if broker == Broker::Kafka {
+        fixture
+            .run(&["in-doubt", "resolve", "no", "--happened", "--yes"])
+            .await
+            .exits_with(1)
+            .prints("no was resolved before");
+    }
 
     let left = if broker == Broker::Kafka { 2 } else { 0 };
     fixture.consume(PaymentProvider::Works, 1, 0, left).await;
