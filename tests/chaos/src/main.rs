@@ -281,7 +281,19 @@ fn run_scenarios(arguments: &Arguments) -> Result<ExitCode, Error> {
     let mut runner = ScenarioRunner::new(&folder, &stopping);
     let report = if arguments.smoke {
         let begun = Instant::now();
-        let report = runner.smoke(arguments.seed.unwrap_or(1))?;
+        let seed = arguments.seed.unwrap_or(1);
+        let report = runner.smoke(seed)?;
+        let probe = probes::ProbeOptions {
+            probes: 1,
+            side_by_side: 1,
+            messages: 300,
+            kills: 1,
+            seed,
+        };
+        let probed = probes::run(&probe, &folder, &stopping)?;
+        if !probed.passed() {
+            return Ok(last_line(false, &probed.line(), None));
+        }
         println!(
             "chaos: the smoke run took {} s; the limit is 240 s on a machine with two free cores",
             begun.elapsed().as_secs()

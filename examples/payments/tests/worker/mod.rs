@@ -112,15 +112,21 @@ async fn each_message_is_handled_once(
     );
     let redis = oncegate_testkit::redis_url().expect("set");
     let send = || {
-        let sent = produce(&name).output().expect("it ran");
+        let mut producer = produce(&name);
+        producer.stdout(Stdio::null()).stderr(Stdio::piped());
+        producer.spawn().expect("it was built")
+    };
+    let sent = |producer: Child| {
+        let sent = producer.wait_with_output().expect("it ran");
         assert!(
             sent.status.success(),
             "{}",
             String::from_utf8_lossy(&sent.stderr)
         );
     };
+    let mut producer = None;
     if send_before_start {
-        send();
+        sent(send());
     }
     let start = || {
         Worker::start(&[
@@ -141,7 +147,7 @@ async fn each_message_is_handled_once(
     let worker = start();
     worker.admin();
     if !send_before_start {
-        send();
+        producer = Some(send());
     }
     // The worker is stopped after its first message: it drains, and the next one handles the rest.
     let mut counts = HashMap::new();
@@ -153,6 +159,7 @@ async fn each_message_is_handled_once(
             .expect("it handles something"),
     );
     let mut counts = worker.stop(counts);
+    producer.into_iter().for_each(sent);
     assert!(counts.len() < PAYMENTS, "none was left when SIGTERM came");
     let worker = start();
     let admin = worker.admin();
