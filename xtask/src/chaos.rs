@@ -1,6 +1,5 @@
 //! `chaos`: injects faults into real servers and checks the guarantees.
 
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -68,8 +67,7 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
             &stopping,
         )?;
         stopping.check()?;
-        let target = std::env::var_os("CARGO_TARGET_DIR")
-            .map_or_else(|| setup::root().join("target"), PathBuf::from);
+        let target = setup::target_directory();
         Command::new(target.join("debug/oncegate-chaos"))
     };
     program.args(arguments);

@@ -73,7 +73,9 @@ fn test_isolation_mutants() -> Result<(), Error> {
                 "--test",
                 "isolation",
             ])
-            .args(["--target-dir", "../target"])
+            // The dependencies are compiled there already.
+            .arg("--target-dir")
+            .arg(setup::target_directory())
             .env("ONCEGATE_MUTANT", mutant)
             .current_dir(&source);
         cargo
