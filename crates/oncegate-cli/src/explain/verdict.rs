@@ -261,7 +261,7 @@ fn handled(
     });
     if let Some(entry) = forgotten {
         text.push_str(&format!(
-            " It was handled before, too: {} forgot its done marker on {}.",
+            " It may have been handled before, too: {} forgot its done marker on {}.",
             entry.who, entry.at
         ));
     }
