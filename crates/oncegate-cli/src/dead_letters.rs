@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 use oncegate::Guarantee;
-use oncegate::marker::{Ask, Effect, Hold, Marker, UNKNOWN_ATTEMPT};
+use oncegate::marker::{Effect, Hold, Marker, OperationKind, UNKNOWN_ATTEMPT};
 
 use crate::CliContext;
 use crate::audit::{Audit, DROPPED_CONFLICT, PlannedAction};
@@ -375,14 +375,14 @@ fn clear_request(
     effect: Effect,
     message: &DeadLetter,
     context: &CliContext,
-) -> Option<Ask> {
+) -> Option<OperationKind> {
     let seen = marker.stored.marker;
     let is_at_most_once =
         |hold: &Hold| [hold.guarantee, context.config.guarantee()].contains(&Guarantee::AtMostOnce);
     match seen {
         Marker::Absent if last_attempt(message) == 0 && effect == Effect::Nothing => None,
         Marker::InProgress(hold) if is_at_most_once(&hold) => None,
-        _ => Some(Ask::Redrive { seen, effect }),
+        _ => Some(OperationKind::Redrive { seen, effect }),
     }
 }
 

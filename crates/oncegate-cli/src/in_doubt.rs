@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use clap::{Args, Subcommand};
-use oncegate::marker::{Ask, Effect, Finding};
+use oncegate::marker::{Effect, Finding, OperationKind};
 use oncegate_config::StoreKind;
 use serde_json::{Value, json};
 
@@ -302,9 +302,9 @@ impl<'a> ResolveSession<'a> {
         };
         let (marker, seen) = (&entry.marker, entry.marker.stored.marker);
         let request = match (self.finding, marker.state()) {
-            (Finding::Happened, MarkerState::InDoubt) => Ask::Resolve(Finding::Happened),
-            (Finding::Happened, _) => Ask::Complete,
-            (Finding::DidNotHappen, _) => Ask::Redrive {
+            (Finding::Happened, MarkerState::InDoubt) => OperationKind::Resolve(Finding::Happened),
+            (Finding::Happened, _) => OperationKind::Complete,
+            (Finding::DidNotHappen, _) => OperationKind::Redrive {
                 seen,
                 effect: Effect::Nothing,
             },

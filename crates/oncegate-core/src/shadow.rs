@@ -10,7 +10,7 @@ use crate::internal::Lock;
 use async_trait::async_trait;
 use metrics::{Counter, counter};
 
-use crate::marker::{Ask, Attempts, Guarantee, Operation, Token, Verdict};
+use crate::marker::{Attempts, Guarantee, Operation, OperationKind, Token, Verdict};
 use crate::metric;
 use crate::store::{Persistence, Store, StoreError};
 
@@ -282,14 +282,14 @@ impl ShadowShared {
     /// `answer` is `None` for an operation that was not sent to the store, and `Some(None)` for one
     /// that the store did not answer.
     fn verdict(&self, operation: &Operation, answer: Option<Option<Verdict>>) -> Verdict {
-        if let Ask::Claim = operation.ask {
+        if let OperationKind::Claim = operation.kind {
             return self.granted(operation, answer.flatten());
         }
-        if answer.is_none() && operation.ask != Ask::Renew {
+        if answer.is_none() && operation.kind != OperationKind::Renew {
             self.ungranted_tokens().remove(&operation.token);
         }
-        match operation.ask {
-            Ask::Complete => Verdict::Done { marker_lost: false },
+        match operation.kind {
+            OperationKind::Complete => Verdict::Done { marker_lost: false },
             _ => Verdict::Applied,
         }
     }

@@ -66,8 +66,10 @@ impl PostgresBrowse {
 }
 
 impl Postgres {
-    /// The current marker of a key, which [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
-    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) compare with. Changes nothing.
+    /// The current marker of a key, which
+    /// [`OperationKind::Redrive`](oncegate_core::marker::OperationKind::Redrive) and
+    /// [`OperationKind::Forget`](oncegate_core::marker::OperationKind::Forget) compare with.
+    /// Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the row holds no marker that this release can read;

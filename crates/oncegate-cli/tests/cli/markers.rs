@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate::marker::Fingerprint;
-use oncegate::marker::{Ask, Attempts, Effect, Guarantee, Marker, Terms, Verdict};
+use oncegate::marker::{Attempts, Effect, Guarantee, Marker, OperationKind, Terms, Verdict};
 
 use crate::cli::{TestCli, terms};
 
@@ -13,7 +13,7 @@ pub(crate) async fn write_one_marker_per_state(cli: &TestCli) {
         fingerprint: Some(Fingerprint::new(42)),
         ..terms()
     };
-    let claim = |id: &'static str, terms| cli.ask(id, Ask::Claim, 1, 0, terms);
+    let claim = |id: &'static str, terms| cli.apply_one(id, OperationKind::Claim, 1, 0, terms);
     claim("held", terms()).await;
     claim(
         "left",
@@ -24,18 +24,26 @@ pub(crate) async fn write_one_marker_per_state(cli: &TestCli) {
     )
     .await;
     claim("handled", body).await;
-    cli.ask("handled", Ask::Complete, 1, 1, body).await;
-    claim("refused", terms()).await;
-    cli.ask("refused", Ask::Reject(Effect::Nothing), 1, 1, terms())
+    cli.apply_one("handled", OperationKind::Complete, 1, 1, body)
         .await;
+    claim("refused", terms()).await;
+    cli.apply_one(
+        "refused",
+        OperationKind::Reject(Effect::Nothing),
+        1,
+        1,
+        terms(),
+    )
+    .await;
     claim("unknown", terms()).await;
-    cli.ask("unknown", Ask::Doubt, 1, 1, terms()).await;
+    cli.apply_one("unknown", OperationKind::Doubt, 1, 1, terms())
+        .await;
     let again = Terms {
         guarantee: Guarantee::EffectivelyOnce,
         ..terms()
     };
     claim("failed", again).await;
-    cli.ask("failed", Ask::Clear(Effect::Unknown), 1, 1, again)
+    cli.apply_one("failed", OperationKind::Clear(Effect::Unknown), 1, 1, again)
         .await;
 }
 
@@ -233,7 +241,8 @@ async fn forget_previews_and_audits() {
         crashes: 0,
     };
     assert_eq!(
-        cli.ask("handled", Ask::Claim, 9, 0, terms()).await,
+        cli.apply_one("handled", OperationKind::Claim, 9, 0, terms())
+            .await,
         Verdict::Granted(next)
     );
 }
@@ -258,7 +267,7 @@ async fn completed_ids_do_not_run() {
             .prints("is done now");
         assert!(
             matches!(
-                cli.ask(id, Ask::Claim, 9, 0, terms()).await,
+                cli.apply_one(id, OperationKind::Claim, 9, 0, terms()).await,
                 oncegate::marker::Verdict::Duplicate
             ),
             "{id}"
@@ -281,8 +290,8 @@ async fn completion_keeps_the_fingerprint_and_accepts_any_id() {
         ..terms()
     };
     let odd = "söme {id} with\nlines";
-    cli.ask(odd, Ask::Claim, 1, 0, body).await;
-    cli.ask(odd, Ask::Doubt, 1, 1, body).await;
+    cli.apply_one(odd, OperationKind::Claim, 1, 0, body).await;
+    cli.apply_one(odd, OperationKind::Doubt, 1, 1, body).await;
     cli.run(&["marker", "complete", odd, "--yes"]).exits_with(0);
     let shown = cli.json(&["marker", "show", odd]);
     assert_eq!(

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use oncegate::marker::{Ask, Attempts, UNKNOWN_ATTEMPT, Verdict};
+use oncegate::marker::{Attempts, OperationKind, UNKNOWN_ATTEMPT, Verdict};
 use oncegate::{Failure, Gate, GateError, Guarantee, RunOutcome};
 use serde_json::Value;
 
@@ -78,7 +78,7 @@ async fn changes_apply_to_consumers_and_are_audited_beside_the_file() {
             crashes: 0,
         };
         assert_eq!(
-            cli.ask(id, Ask::Claim, 9, 0, terms()).await,
+            cli.apply_one(id, OperationKind::Claim, 9, 0, terms()).await,
             Verdict::Granted(next),
             "{id}"
         );
@@ -95,7 +95,7 @@ async fn changes_apply_to_consumers_and_are_audited_beside_the_file() {
             .prints("is done now");
         assert!(
             matches!(
-                cli.ask(id, Ask::Claim, 9, 0, terms()).await,
+                cli.apply_one(id, OperationKind::Claim, 9, 0, terms()).await,
                 Verdict::Duplicate
             ),
             "{id}"

@@ -25,7 +25,7 @@ use crate::lifecycle::{
     Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Policy, Settlement,
     Stage,
 };
-use crate::marker::{Ask, Attempts, Operation, Terms, Verdict};
+use crate::marker::{Attempts, Operation, OperationKind, Terms, Verdict};
 use crate::message::Message;
 use crate::message_age::age;
 use crate::ordering::KeyState;
@@ -375,8 +375,8 @@ impl Engine {
         let is_claim = matches!(stage, Stage::Claiming(..) | Stage::ClaimingInDrain(_));
         entry.store_span = spans::if_enabled(|| {
             let shared = entry.in_flight.shared();
-            let ask = stage.pending_ask().unwrap_or(Ask::Claim);
-            spans::operation(&ask, shared.id.as_ref(), attempt, Some(shared))
+            let kind = stage.pending_operation().unwrap_or(OperationKind::Claim);
+            spans::operation(&kind, shared.id.as_ref(), attempt, Some(shared))
         });
         if !is_claim {
             return self.batcher.enqueue_outcome(slot);
@@ -501,7 +501,7 @@ impl Engine {
         let Some(id) = &shared.id else { return };
         let claim = Operation {
             key: self.settings.scope.key(id),
-            ask: Ask::Claim,
+            kind: OperationKind::Claim,
             token: in_flight.driver().token,
             attempt: 0,
             terms: shared.terms,

@@ -2,10 +2,10 @@
 //! Both must agree with the Rust code.
 
 use oncegate_core::StoreError;
-use oncegate_core::marker::{Ask, Guarantee, Token, Verdict};
+use oncegate_core::marker::{Guarantee, OperationKind, Token, Verdict};
 use redis::aio::MultiplexedConnection;
 
-use crate::support::{ask, client, key, operation, store, terms};
+use crate::support::{apply_one, client, key, operation, store, terms};
 
 const SCRIPT: &str = include_str!("../../src/apply.lua");
 
@@ -469,11 +469,11 @@ async fn read(record: &[u8]) -> [Option<String>; 3] {
         other => panic!("{:?}: {other:?}", String::from_utf8_lossy(record)),
     };
     // This token holds no record, so that valid records are unchanged.
-    let scripted = ask(&store, operation(id, Ask::Renew, 99, 1, lax))
+    let scripted = apply_one(&store, operation(id, OperationKind::Renew, 99, 1, lax))
         .await
         .inspect(|verdict| assert_eq!(*verdict, Verdict::Lost));
     let by_look = store.look(&key(id)).await;
-    let claimed = ask(&store, operation(id, Ask::Claim, 99, 0, lax)).await;
+    let claimed = apply_one(&store, operation(id, OperationKind::Claim, 99, 0, lax)).await;
     [
         scripted.err().map(refused),
         by_look.err().map(refused),

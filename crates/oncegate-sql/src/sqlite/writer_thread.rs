@@ -375,7 +375,7 @@ struct OpenWriter<'writer> {
 #[cfg(test)]
 mod tests {
     use oncegate_core::MessageId;
-    use oncegate_core::marker::{Ask, Attempts, Guarantee, Terms, Token};
+    use oncegate_core::marker::{Attempts, Guarantee, OperationKind, Terms, Token};
 
     use super::super::recent::MergeLimits;
     use super::*;
@@ -401,7 +401,7 @@ mod tests {
             let (reply, answer) = oneshot::channel();
             let claim = Operation {
                 key: key(id),
-                ask: Ask::Claim,
+                kind: OperationKind::Claim,
                 token: Token(1),
                 attempt: 0,
                 terms,
@@ -485,7 +485,7 @@ mod tests {
             merge: MergeLimits::default(),
         };
         let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
-        let operation_on = |id: &str, ask, token, window| {
+        let operation_on = |id: &str, kind, token, window| {
             let terms = Terms {
                 guarantee: Guarantee::AtMostOnce,
                 lease: IDLE_INTERVAL,
@@ -494,7 +494,7 @@ mod tests {
             };
             Operation {
                 key: key(id),
-                ask,
+                kind,
                 token: Token(token),
                 attempt: 1,
                 terms,
@@ -518,9 +518,14 @@ mod tests {
             let done = ["a", "b", "c"].map(|it| format!("{id}-{it}"));
             let mut operations: Vec<Operation> = done
                 .iter()
-                .map(|id| operation_on(id, Ask::Complete, 1, window))
+                .map(|id| operation_on(id, OperationKind::Complete, 1, window))
                 .collect();
-            operations.push(operation_on(&unresolved(id), Ask::Claim, 1, window));
+            operations.push(operation_on(
+                &unresolved(id),
+                OperationKind::Claim,
+                1,
+                window,
+            ));
             apply(&mut writer, &operations);
             drop(writer);
             // After a jump of an hour all of its rows appear expired.
@@ -555,13 +560,20 @@ mod tests {
             // More operations than rows, so that all rows are scanned.
             let mut brief = jumped();
             let others: Vec<Operation> = (0..20)
-                .map(|it| operation_on(&format!("{id}{it}"), Ask::Claim, 2, IDLE_INTERVAL))
+                .map(|it| {
+                    operation_on(&format!("{id}{it}"), OperationKind::Claim, 2, IDLE_INTERVAL)
+                })
                 .collect();
             apply(&mut brief, &others);
             assert_eq!(left(), kept_rows, "{id}");
             let second_claim = apply(
                 &mut brief,
-                &[operation_on(&done[0], Ask::Claim, 2, IDLE_INTERVAL)],
+                &[operation_on(
+                    &done[0],
+                    OperationKind::Claim,
+                    2,
+                    IDLE_INTERVAL,
+                )],
             );
             assert_eq!(
                 second_claim,

@@ -6,7 +6,7 @@ use oncegate_core::Store;
 use oncegate_core::marker::{Marker, Operation, Terms};
 use rusqlite::Connection;
 
-use crate::support::{Directory, GRANTED, SECOND, ask, claim, complete, key, verdicts};
+use crate::support::{Directory, GRANTED, SECOND, apply_one, claim, complete, key, verdicts};
 
 /// More rows than an idle thread scans in a second.
 const MANY: usize = 1300;
@@ -103,7 +103,7 @@ async fn an_expired_row_is_absent_before_it_is_deleted() {
         Marker::Absent
     );
     assert_eq!(
-        ask(&store, claim("old-001299", 2))
+        apply_one(&store, claim("old-001299", 2))
             .await
             .expect("a verdict"),
         GRANTED

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncegate_core::marker::{
-    self, Age, Ask, Change, Effect, Finding, Fingerprint, Guarantee, Marker, Operation, Terms,
-    Verdict,
+    self, Age, Change, Effect, Finding, Fingerprint, Guarantee, Marker, Operation, OperationKind,
+    Terms, Verdict,
 };
 use oncegate_core::{Key, Store};
 
@@ -228,28 +228,28 @@ fn random_operation(random: &mut Random, model: &HashMap<Key, AgedMarker>) -> Op
     } else {
         terms
     };
-    let ask = match random.below(17) {
-        0..=4 => Ask::Claim,
-        5 => Ask::Renew,
-        6 => Ask::Complete,
-        7 => Ask::Clear(random.pick(&[Effect::Nothing, Effect::Unknown])),
-        8 => Ask::Reject(Effect::Nothing),
-        9 => Ask::Reject(Effect::Unknown),
-        10 | 11 => Ask::Doubt,
-        12 => Ask::Resolve(random.pick(&[Finding::Happened, Finding::DidNotHappen])),
+    let kind = match random.below(17) {
+        0..=4 => OperationKind::Claim,
+        5 => OperationKind::Renew,
+        6 => OperationKind::Complete,
+        7 => OperationKind::Clear(random.pick(&[Effect::Nothing, Effect::Unknown])),
+        8 => OperationKind::Reject(Effect::Nothing),
+        9 => OperationKind::Reject(Effect::Unknown),
+        10 | 11 => OperationKind::Doubt,
+        12 => OperationKind::Resolve(random.pick(&[Finding::Happened, Finding::DidNotHappen])),
         13 | 14 => {
             let seen = if random.below(4) == 0 {
                 Marker::Absent
             } else {
                 marker
             };
-            Ask::Redrive {
+            OperationKind::Redrive {
                 seen,
                 effect: random.pick(&[Effect::Nothing, Effect::Unknown]),
             }
         }
-        15 => Ask::Withdraw,
-        _ => Ask::Forget {
+        15 => OperationKind::Withdraw,
+        _ => OperationKind::Forget {
             seen: if random.below(3) == 0 {
                 Marker::Done(None)
             } else {
@@ -272,7 +272,7 @@ fn random_operation(random: &mut Random, model: &HashMap<Key, AgedMarker>) -> Op
         1 | 2 => holder_attempt.saturating_add(1),
         _ => holder_attempt,
     };
-    operation(id, ask, token, attempt, terms)
+    operation(id, kind, token, attempt, terms)
 }
 
 /// Random choices of one history.
