@@ -272,13 +272,13 @@ impl DeadLetterSession<'_> {
             || "dead-lettered".to_owned(),
             |marker| format!("dead-lettered, {}", marker.summary()),
         );
-        let fencing_token = marker
+        let attempt = marker
             .as_ref()
             .and_then(|marker| description::last_attempt(&marker.stored.marker))
             .unwrap_or(0)
             .max(last_attempt(message));
         let action = PlannedAction {
-            attempt: Some(fencing_token),
+            attempt: Some(attempt),
             ..self.planned_action("dead-letters redrive", message, before, after.clone())
         };
         let pending = self.audit.begin(action, self.why).await?;
@@ -389,10 +389,10 @@ fn clear_request(
 /// The number of the last attempt of the message's id when the message was dead-lettered; 0 if
 /// there was none, [`UNKNOWN_ATTEMPT`] if the id was used for another body.
 fn last_attempt(message: &DeadLetter) -> u32 {
-    if message.fencing_token() == 0 && message.reason() == "conflict" {
+    if message.last_attempt() == 0 && message.reason() == "conflict" {
         UNKNOWN_ATTEMPT
     } else {
-        message.fencing_token()
+        message.last_attempt()
     }
 }
 

@@ -373,7 +373,7 @@ impl<'a> ResolveSession<'a> {
         if !confirmed {
             return Ok(format!("{state}; {planned}"));
         }
-        self.resolve_marker(id, message.fencing_token()).await?;
+        self.resolve_marker(id, message.last_attempt()).await?;
         let location = Some(message.location.clone());
         let action = PlannedAction {
             what: COMMAND.name,

@@ -101,7 +101,7 @@ async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError
         "key",
         "state",
         "attempts",
-        "fence",
+        "last attempt",
         "written",
         "expires in",
         "fingerprint",

@@ -152,10 +152,9 @@ async fn the_dead_letter_of_a_duplicate_has_the_attempt_number_of_the_rejected_m
         .map(|dead_letter| {
             (
                 dead_letter.reason,
-                dead_letter
-                    .failure_history
-                    .as_ref()
-                    .map(|failure_history| (failure_history.attempts, failure_history.fence)),
+                dead_letter.failure_history.as_ref().map(|failure_history| {
+                    (failure_history.attempts, failure_history.last_attempt)
+                }),
             )
         })
         .collect();

@@ -40,7 +40,7 @@ impl SystemModel {
                         seen: marker,
                         effect,
                     },
-                    dead_letter.fence,
+                    dead_letter.last_attempt,
                 ),
                 NextStep::Publish,
             )
@@ -54,7 +54,7 @@ impl SystemModel {
             {
                 Some((Operator::Publishing(dead_letter), None))
             }
-            (ModelDestination::DeadLetters, Marker::Absent) if dead_letter.fence == 0 => {
+            (ModelDestination::DeadLetters, Marker::Absent) if dead_letter.last_attempt == 0 => {
                 Some((Operator::Publishing(dead_letter), None))
             }
             // Without a marker there is no unknown effect to keep; only the attempt is written.
@@ -88,7 +88,7 @@ impl SystemModel {
             (ModelDestination::InDoubt, _) if state.effects() > 0 => Some((
                 Operator::Decided(
                     dead_letter,
-                    sent(OperationKind::Complete, dead_letter.fence),
+                    sent(OperationKind::Complete, dead_letter.last_attempt),
                     NextStep::Remove,
                 ),
                 None,
@@ -100,7 +100,7 @@ impl SystemModel {
                 Some((redrive(Effect::Nothing), Some(attempts.number)))
             }
             (ModelDestination::InDoubt, Marker::Absent) => {
-                Some((redrive(Effect::Nothing), Some(dead_letter.fence)))
+                Some((redrive(Effect::Nothing), Some(dead_letter.last_attempt)))
             }
         }
     }

@@ -184,7 +184,7 @@ pub struct ModelDeadLetter {
     pub(crate) body: usize,
     pub(crate) destination: ModelDestination,
     /// The attempt in the headers of the message.
-    pub(crate) fence: u32,
+    pub(crate) last_attempt: u32,
 }
 
 /// The queue that holds the message.
@@ -434,7 +434,9 @@ impl SystemState {
         match others.find(|other| {
             (other.body, other.destination) == (dead_letter.body, dead_letter.destination)
         }) {
-            Some(existing) => existing.fence = existing.fence.max(dead_letter.fence),
+            Some(existing) => {
+                existing.last_attempt = existing.last_attempt.max(dead_letter.last_attempt)
+            }
             None => self.dead_letters.push(dead_letter),
         }
     }

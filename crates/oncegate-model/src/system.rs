@@ -431,7 +431,7 @@ impl SystemModel {
             return;
         };
         let BrokerMessage { body, .. } = delivery.message;
-        let (token, fence) = (delivery.driver.token, delivery.driver.attempts.number);
+        let (token, last_attempt) = (delivery.driver.token, delivery.driver.attempts.number);
         match settlement {
             Settlement::Release { failures, .. } if delivery.receipt == ModelReceipt::Valid => {
                 state.queue.push(BrokerMessage { body, failures })
@@ -458,15 +458,15 @@ impl SystemModel {
                     reason == Reason::AttemptsSpent && never_granted;
                 // Only the operator reads the attempt. Without an operator it is 0, so that fewer
                 // states differ.
-                let fence = if self.setup.budget.operator_actions > 0 {
-                    fence
+                let last_attempt = if self.setup.budget.operator_actions > 0 {
+                    last_attempt
                 } else {
                     0
                 };
                 state.add_dead_letter(ModelDeadLetter {
                     body,
                     destination,
-                    fence,
+                    last_attempt,
                 });
             }
         }

@@ -150,9 +150,9 @@ async fn forget_previews_and_audits() {
         "done",
         "a preview changes nothing"
     );
-    // The fence continues above the last attempt, which a done marker does not store.
-    for (id, fence) in [("handled", 1_000_000), ("refused", 1)] {
-        let says = format!("is cleared, attempt {fence} now");
+    // The numbers continue above the last attempt, which a done marker does not store.
+    for (id, last_attempt) in [("handled", 1_000_000), ("refused", 1)] {
+        let says = format!("is cleared, attempt {last_attempt} now");
         cli.run(&[
             "marker", "forget", id, "--yes", "--why", "a test", "--as", "ann",
         ])
@@ -160,8 +160,8 @@ async fn forget_previews_and_audits() {
         .prints(&says);
         let shown = cli.json(&["marker", "show", id]);
         assert_eq!(
-            (&shown["state"], &shown["fence"]),
-            (&"cleared".into(), &fence.into())
+            (&shown["state"], &shown["last_attempt"]),
+            (&"cleared".into(), &last_attempt.into())
         );
     }
     let refused = [
@@ -229,7 +229,7 @@ async fn forget_previews_and_audits() {
         .exits_with(0)
         .prints("WHO")
         .prints("marker forget");
-    // Forgotten again, it continues above the recorded fence.
+    // Forgotten again, it continues above the recorded attempt.
     cli.run(&["marker", "complete", "handled", "--yes"])
         .exits_with(0);
     cli.run(&["marker", "forget", "handled", "--yes"])

@@ -68,13 +68,13 @@ async fn changes_apply_to_consumers_and_are_audited_beside_the_file() {
         "done",
         "a preview changes nothing"
     );
-    for (id, fence) in [("handled", UNKNOWN_ATTEMPT), ("refused", 1)] {
+    for (id, last_attempt) in [("handled", UNKNOWN_ATTEMPT), ("refused", 1)] {
         cli.run(&["marker", "forget", id, "--yes", "--as", "ann"])
             .exits_with(0)
-            .prints(&format!("is cleared, attempt {fence} now"));
+            .prints(&format!("is cleared, attempt {last_attempt} now"));
         let next = Attempts {
-            number: fence + 1,
-            base: fence,
+            number: last_attempt + 1,
+            base: last_attempt,
             crashes: 0,
         };
         assert_eq!(

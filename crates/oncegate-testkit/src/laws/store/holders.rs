@@ -429,7 +429,7 @@ fn waiting(hold: Hold) -> Marker {
 pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH_GUARANTEES {
-        for (given, attempt, fence) in [
+        for (given, attempt, last_attempt) in [
             (Marker::Absent, 1, Attempts::none_counted(1)),
             (Marker::Absent, 4, Attempts::none_counted(4)),
             (cleared(3, Effect::Nothing), 1, Attempts::new(3)),
@@ -437,7 +437,7 @@ pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
             (cleared(3, Effect::Nothing), 10, Attempts::new(10)),
             (cleared(10, Effect::Unknown), 9, Attempts::new(10)),
         ] {
-            let becomes = waiting(hold(guarantee, OWN_TOKEN, fence, Effect::Unknown));
+            let becomes = waiting(hold(guarantee, OWN_TOKEN, last_attempt, Effect::Unknown));
             rows.push(row(
                 "doubt: absent, cleared",
                 given,
@@ -682,14 +682,14 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
 pub async fn forgetting_requires_the_expected_done_marker(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (guarantee, known) in [(AT_MOST_ONCE, 0), (EFFECTIVELY_ONCE, 7)] {
-        let fence = if known == 0 { UNKNOWN_ATTEMPT } else { known };
+        let last_attempt = if known == 0 { UNKNOWN_ATTEMPT } else { known };
         for given in all_seen() {
             for seen in all_seen() {
                 let operation = own_operation(guarantee, OperationKind::Forget { seen }, known);
                 rows.push(match given {
                     Marker::Done(_) if given == seen => {
                         let becomes = Marker::Cleared {
-                            attempts: Attempts::none_counted(fence),
+                            attempts: Attempts::none_counted(last_attempt),
                             effect: Effect::Nothing,
                         };
                         row(
