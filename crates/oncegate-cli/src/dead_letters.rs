@@ -360,7 +360,7 @@ impl DeadLetterSession<'_> {
         let Ok(id) = config::id(&self.context.config, id) else {
             return Ok(None);
         };
-        ObservedMarker::look(self.context, markers, id)
+        ObservedMarker::read_marker(self.context, markers, id)
             .await
             .map(Some)
             .map_err(CliError::for_one_message)

@@ -214,7 +214,7 @@ async fn marker(
 ) -> Result<MarkerDescription, CliError> {
     let key = config::key(&context.config, id)?;
     let found = MarkerStore::of(&context.config)?
-        .look_or_describe(&key)
+        .read_marker_or_describe(&key)
         .await?;
     Ok(match found {
         Ok(stored) => MarkerDescription::of(key.as_str(), &stored, context.config.window()),

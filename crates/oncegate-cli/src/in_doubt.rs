@@ -241,7 +241,7 @@ impl<'a> ResolveSession<'a> {
         let markers = MarkerStore::of(&self.context.config)?;
         for id in ids {
             let id = config::id(&self.context.config, id)?;
-            let marker = ObservedMarker::look(self.context, &markers, id.clone()).await?;
+            let marker = ObservedMarker::read_marker(self.context, &markers, id.clone()).await?;
             let update = check_marker(&marker, self.finding)?;
             self.ids.insert(
                 id.to_string(),
@@ -286,9 +286,12 @@ impl<'a> ResolveSession<'a> {
         let Some(entry) = needing_update(&mut self.ids, id) else {
             return Ok(());
         };
-        let marker =
-            ObservedMarker::look(self.context, &entry.marker.markers, entry.marker.id.clone())
-                .await?;
+        let marker = ObservedMarker::read_marker(
+            self.context,
+            &entry.marker.markers,
+            entry.marker.id.clone(),
+        )
+        .await?;
         (entry.update, entry.marker) = (check_marker(&marker, self.finding)?, marker);
         Ok(())
     }

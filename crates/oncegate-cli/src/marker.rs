@@ -56,7 +56,7 @@ pub(crate) async fn run(context: &CliContext, command: MarkerCommand) -> Result<
 async fn show(context: &CliContext, id: &str) -> Result<(), CliError> {
     let key = config::key(&context.config, &config::id(&context.config, id)?)?;
     let stored = MarkerStore::of(&context.config)?
-        .look(&context.config, &key)
+        .read_marker(&context.config, &key)
         .await?;
     let description = MarkerDescription::of(key.as_str(), &stored, context.config.window());
     context.format.print(&description, description.to_text())

@@ -193,7 +193,7 @@ impl Claims {
     async fn on(server: &RedisServer) -> Result<Self, Box<dyn std::error::Error>> {
         let store = Redis::at(server.url()).timeout(Duration::from_secs(10));
         store
-            .look(&operation(0, 0, OperationKind::Claim, None).key)
+            .read_marker(&operation(0, 0, OperationKind::Claim, None).key)
             .await?;
         let bare = redis::Client::open(server.url())?
             .get_multiplexed_async_connection()

@@ -322,7 +322,7 @@ impl Redis {
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the key holds no marker, or one of a newer release;
     /// otherwise as for [`Store::apply`].
-    pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
+    pub async fn read_marker(&self, key: &Key) -> Result<Marker, StoreError> {
         let key = [&self.prefix, key.as_bytes()].concat();
         let connections = self.router.owner(&key).await?;
         let mut replies = browse::send(&connections, &[redis::cmd("GET").arg(key).to_owned()])

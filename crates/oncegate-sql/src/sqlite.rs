@@ -119,9 +119,9 @@ impl Sqlite {
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the row holds no marker that this release can read;
     /// otherwise as for [`Store::apply`].
-    pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
+    pub async fn read_marker(&self, key: &Key) -> Result<Marker, StoreError> {
         Ok(self
-            .request(|reply| WriterRequest::Look(key.clone(), reply))
+            .request(|reply| WriterRequest::ReadMarker(key.clone(), reply))
             .await??)
     }
 

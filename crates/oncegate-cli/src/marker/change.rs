@@ -29,7 +29,7 @@ impl ChangeArgs {
     /// Reads the marker of the id.
     async fn marker<'a>(&self, context: &'a CliContext) -> Result<ObservedMarker<'a>, CliError> {
         let id = config::id(&context.config, &self.id)?;
-        ObservedMarker::look(context, &MarkerStore::of(&context.config)?, id).await
+        ObservedMarker::read_marker(context, &MarkerStore::of(&context.config)?, id).await
     }
 }
 
@@ -47,13 +47,13 @@ impl<'a> ObservedMarker<'a> {
     ///
     /// # Errors
     /// The store failed, or the value of the key is not a marker.
-    pub(crate) async fn look(
+    pub(crate) async fn read_marker(
         context: &'a CliContext,
         markers: &MarkerStore,
         id: MessageId,
     ) -> Result<Self, CliError> {
         let key = config::key(&context.config, &id)?;
-        let stored = markers.look(&context.config, &key).await?;
+        let stored = markers.read_marker(&context.config, &key).await?;
         Ok(Self {
             context,
             markers: markers.clone(),

@@ -413,7 +413,7 @@ async fn unreadable_markers_are_listed_and_unchanged() {
     assert!(!newer.out.contains("DEL "), "not to be deleted: {newer:?}");
     let seen = cli
         .store()
-        .look(&oncegate::Key::new(
+        .read_marker(&oncegate::Key::new(
             &oncegate::MessageId::new("odd").expect("an id"),
         ))
         .await;

@@ -191,7 +191,7 @@ async fn a_deadlock_applies_nothing() {
     assert!(why.to_string().contains("deadlock"), "{why}");
     other.execute("ROLLBACK").await.expect("rolled back");
     for id in ["a", "b"] {
-        let marker = store.look(&key(id)).await.expect("a marker");
+        let marker = store.read_marker(&key(id)).await.expect("a marker");
         assert!(matches!(marker, Marker::InProgress(_)), "{id}: {marker:?}");
     }
     assert_eq!(verdicts(&store, &again).await, [DONE; 2]);

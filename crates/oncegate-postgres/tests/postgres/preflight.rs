@@ -216,11 +216,11 @@ async fn an_unreadable_row_affects_only_its_id() {
         "{answers:?}"
     );
     assert!(matches!(
-        store.look(&key("bad")).await,
+        store.read_marker(&key("bad")).await,
         Err(StoreError::UnreadableMarker(_))
     ));
     assert!(matches!(
-        store.look(&key("good")).await,
+        store.read_marker(&key("good")).await,
         Ok(Marker::InProgress(_))
     ));
     let mut listed = Vec::new();
@@ -285,6 +285,6 @@ async fn a_pool_names_the_database_and_lends_no_connection() {
         terms(Guarantee::AtMostOnce),
     );
     assert_eq!(verdicts(&store, &[claim]).await, [GRANTED]);
-    let marker = tables.look(&key("a")).await;
+    let marker = tables.read_marker(&key("a")).await;
     assert!(matches!(marker, Ok(Marker::InProgress(_))), "{marker:?}");
 }

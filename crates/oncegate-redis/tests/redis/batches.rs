@@ -80,7 +80,7 @@ async fn one_bad_key_does_not_affect_the_others() {
         assert_eq!(left, value, "never overwritten");
     }
     assert!(matches!(
-        store.look(&key("newer")).await,
+        store.read_marker(&key("newer")).await,
         Err(StoreError::UnreadableMarker(_))
     ));
 }
@@ -241,7 +241,7 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
         ],
     )
     .await;
-    let seen = store.look(&key("k")).await.expect("a marker");
+    let seen = store.read_marker(&key("k")).await.expect("a marker");
     assert!(
         matches!(seen, Marker::InDoubt(hold, _) if hold.token == Token(1)),
         "{seen:?}"
@@ -273,7 +273,7 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
         )
     };
     assert_eq!(verdicts(&store, &[redrive(seen)]).await, [Verdict::Lost]);
-    let seen = store.look(&key("k")).await.expect("a marker");
+    let seen = store.read_marker(&key("k")).await.expect("a marker");
     let granted = Verdict::Granted(Attempts {
         number: 3,
         base: 2,

@@ -64,7 +64,7 @@ async fn every_marker_is_listed_and_none_of_the_librarys_own_keys() {
 async fn a_marker_is_read_with_its_expiry_and_unchanged() {
     let (store, prefix) = store();
     let absent = store
-        .look_with_expiry(&key("x"))
+        .read_marker_with_expiry(&key("x"))
         .await
         .expect("Redis answers");
     assert_eq!(absent, MarkerWithExpiry::new(Marker::Absent, None));
@@ -83,7 +83,7 @@ async fn a_marker_is_read_with_its_expiry_and_unchanged() {
     .expect("a verdict");
     for _ in 0..2 {
         let seen = store
-            .look_with_expiry(&key("x"))
+            .read_marker_with_expiry(&key("x"))
             .await
             .expect("Redis answers");
         assert_eq!(
@@ -102,7 +102,7 @@ async fn a_marker_is_read_with_its_expiry_and_unchanged() {
         .await
         .expect("set");
     assert!(matches!(
-        store.look_with_expiry(&key("y")).await,
+        store.read_marker_with_expiry(&key("y")).await,
         Err(StoreError::UnreadableMarker(_))
     ));
     let listed = all(&store, 100).await;

@@ -201,7 +201,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
             while apply_one(store, clear.clone()).await.is_err() {}
         }
     }
-    newer.look(&key("k0")).await.expect("a marker");
+    newer.read_marker(&key("k0")).await.expect("a marker");
     server.freeze();
     slow.black_hole();
     let stopped = Instant::now();
@@ -252,7 +252,11 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     let mut changed = 0;
     for it in 0..CLAIMS {
         changed += usize::from(
-            match newer.look(&key(&format!("k{it}"))).await.expect("a marker") {
+            match newer
+                .read_marker(&key(&format!("k{it}")))
+                .await
+                .expect("a marker")
+            {
                 Marker::InProgress(hold) => hold.token != Token(NEWER),
                 Marker::Done(None) => guarantee != Guarantee::Bare,
                 _ => true,

@@ -290,7 +290,7 @@ async fn a_marker_of_unknown_age_gets_a_new_expiry() {
             for operation in made {
                 verdicts(&store, &[of(operation)]).await;
             }
-            let before = store.look(&key(&id)).await.expect("a marker");
+            let before = store.read_marker(&key(&id)).await.expect("a marker");
             let (Marker::InProgress(hold) | Marker::InDoubt(hold, _)) = before else {
                 panic!("{before:?}")
             };
@@ -309,7 +309,7 @@ async fn a_marker_of_unknown_age_gets_a_new_expiry() {
 
             assert_eq!(verdicts(&store, &[of(&request)]).await, [expected], "{id}");
             assert_eq!(
-                store.look(&key(&id)).await.expect("a marker"),
+                store.read_marker(&key(&id)).await.expect("a marker"),
                 before,
                 "{id}"
             );

@@ -288,7 +288,10 @@ async fn a_missing_right_to_wait_is_reported() {
         "{answer:?}"
     );
     assert!(
-        matches!(store.look(&key("k")).await, Ok(Marker::InProgress(_))),
+        matches!(
+            store.read_marker(&key("k")).await,
+            Ok(Marker::InProgress(_))
+        ),
         "applied; repeated with the same token it has the same result"
     );
 }

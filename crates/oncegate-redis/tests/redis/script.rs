@@ -451,8 +451,8 @@ fn readable() -> Vec<String> {
     records
 }
 
-/// The errors of the script, of `look` and of a claim's fast path for a record; `None` if it is
-/// valid.
+/// The errors of the script, of `read_marker` and of a claim's fast path for a record; `None` if it
+/// is valid.
 async fn read(record: &[u8]) -> [Option<String>; 3] {
     let (store, prefix) = store();
     let id = "k";
@@ -472,11 +472,11 @@ async fn read(record: &[u8]) -> [Option<String>; 3] {
     let scripted = apply_one(&store, operation(id, OperationKind::Renew, 99, 1, lax))
         .await
         .inspect(|verdict| assert_eq!(*verdict, Verdict::Lost));
-    let by_look = store.look(&key(id)).await;
+    let by_read = store.read_marker(&key(id)).await;
     let claimed = apply_one(&store, operation(id, OperationKind::Claim, 99, 0, lax)).await;
     [
         scripted.err().map(refused),
-        by_look.err().map(refused),
+        by_read.err().map(refused),
         claimed.err().map(refused),
     ]
 }
@@ -502,9 +502,9 @@ async fn the_script_decodes_the_same_records_as_the_store() {
     ] {
         for record in records {
             let shown = String::from_utf8_lossy(&record).into_owned();
-            let [scripted, by_look, claimed] = read(&record).await;
+            let [scripted, by_read, claimed] = read(&record).await;
             assert!(scripted.is_some(), "the script reads {shown:?}");
-            assert_eq!((&by_look, &claimed), (&scripted, &scripted), "of {shown:?}");
+            assert_eq!((&by_read, &claimed), (&scripted, &scripted), "of {shown:?}");
             // The version, which differs.
             let text = scripted.and_then(|error| error.split("version").next().map(str::to_owned));
             assert_eq!(

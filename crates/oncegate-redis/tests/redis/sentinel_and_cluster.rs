@@ -147,7 +147,7 @@ async fn a_batch_is_sent_to_all_nodes_of_a_cluster() {
         }
     }
     assert!(matches!(
-        store.look(&key("k0")).await,
+        store.read_marker(&key("k0")).await,
         Ok(Marker::Done(None))
     ));
     // Several on one key keep their order.

@@ -108,9 +108,12 @@ async fn a_sentinel_that_names_an_old_primary_is_skipped() {
             sentinel(SentinelBehaviour::At(primary.port())).await,
         );
         let store = Redis::sentinel([stale, current], "mymaster").timeout(5 * SECOND);
-        let first = store.look(&key("k")).await;
+        let first = store.read_marker(&key("k")).await;
         assert!(matches!(first, Err(StoreError::NotApplied(_))), "{first:?}");
-        assert!(matches!(store.look(&key("k")).await, Ok(Marker::Absent)));
+        assert!(matches!(
+            store.read_marker(&key("k")).await,
+            Ok(Marker::Absent)
+        ));
         assert_eq!(
             apply_one(&store, claim("k", 1)).await.expect("a verdict"),
             GRANTED

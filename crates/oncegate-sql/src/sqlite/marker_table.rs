@@ -235,7 +235,10 @@ impl<'transaction> MarkerTable<'transaction> {
     }
 
     /// Reads the marker of a key.
-    pub(crate) fn look(&mut self, key: &Key) -> rusqlite::Result<Result<Marker, StoreFailure>> {
+    pub(crate) fn read_marker(
+        &mut self,
+        key: &Key,
+    ) -> rusqlite::Result<Result<Marker, StoreFailure>> {
         Ok(self
             .read(key)?
             .map(|found| found.marker)

@@ -407,7 +407,7 @@ mod tests {
                 let reader = &mut writers[below(&mut seed, 3) as usize];
                 for (key, marker) in &model {
                     assert_eq!(
-                        reader.look(key).expect("a marker"),
+                        reader.read_marker(key).expect("a marker"),
                         *marker,
                         "seed {first}, step {step}: {key:?}"
                     );

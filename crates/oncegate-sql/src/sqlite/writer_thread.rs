@@ -39,9 +39,9 @@ pub(crate) enum WriterRequest {
     /// Applies operations.
     Apply(Vec<Operation>, oneshot::Sender<ApplyAnswers>),
     /// Reads the marker of a key.
-    Look(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
+    ReadMarker(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
     /// Reads the marker of a key and its expiry.
-    LookWithExpiry(
+    ReadMarkerWithExpiry(
         Key,
         oneshot::Sender<Result<MarkerAndTimeLeft, StoreFailure>>,
     ),
@@ -61,8 +61,8 @@ impl WriterRequest {
     fn is_abandoned(&self) -> bool {
         match self {
             Self::Apply(_, reply) => reply.is_closed(),
-            Self::Look(_, reply) => reply.is_closed(),
-            Self::LookWithExpiry(_, reply) => reply.is_closed(),
+            Self::ReadMarker(_, reply) => reply.is_closed(),
+            Self::ReadMarkerWithExpiry(_, reply) => reply.is_closed(),
             Self::ReadPage(.., reply) => reply.is_closed(),
             Self::Persistence(reply) => reply.is_closed(),
         }
@@ -139,8 +139,8 @@ impl WriterThread {
                     batch.push((operations, reply));
                 }
                 // Sending fails if the caller has stopped waiting, here and below.
-                WriterRequest::Look(key, reply) => drop(reply.send(self.look(&key))),
-                WriterRequest::LookWithExpiry(key, reply) => drop(
+                WriterRequest::ReadMarker(key, reply) => drop(reply.send(self.read_marker(&key))),
+                WriterRequest::ReadMarkerWithExpiry(key, reply) => drop(
                     reply.send(
                         self.read(|file, recent, now| {
                             browse::marker_with_expiry(file, recent, now, &key)
@@ -248,8 +248,8 @@ impl WriterThread {
         Ok(answers)
     }
 
-    pub(crate) fn look(&mut self, key: &Key) -> Result<Marker, StoreFailure> {
-        self.read(|file, recent, now| MarkerTable::new(file, recent, now)?.look(key))?
+    pub(crate) fn read_marker(&mut self, key: &Key) -> Result<Marker, StoreFailure> {
+        self.read(|file, recent, now| MarkerTable::new(file, recent, now)?.read_marker(key))?
     }
 
     /// At most `limit` rows after a key.
@@ -413,9 +413,9 @@ mod tests {
         };
         let answers = [submit("a"), submit("b")];
         drop(submit("dropped"));
-        let (reply, looked) = oneshot::channel();
+        let (reply, answer) = oneshot::channel();
         sender
-            .send(WriterRequest::Look(key("dropped"), reply))
+            .send(WriterRequest::ReadMarker(key("dropped"), reply))
             .expect("the receiver exists");
         drop(sender);
 
@@ -427,7 +427,7 @@ mod tests {
             ));
         }
         assert_eq!(
-            looked
+            answer
                 .blocking_recv()
                 .expect("the thread answers")
                 .expect("a marker"),
@@ -552,7 +552,7 @@ mod tests {
             idle.open().expect("the file exists");
             idle.idle();
             assert_eq!(
-                (idle.look(&key(&done[0])).expect("a marker"), left()),
+                (idle.read_marker(&key(&done[0])).expect("a marker"), left()),
                 (Marker::Done(None), 4),
                 "{id}: a reader"
             );
@@ -584,10 +584,10 @@ mod tests {
                 }],
                 "{id}"
             );
-            let looked = brief.look(&key(&unresolved(id))).expect("a marker");
+            let marker = brief.read_marker(&key(&unresolved(id))).expect("a marker");
             assert!(
-                matches!(looked, Marker::InProgress(hold) if hold.token == Token(1)),
-                "{id}: {looked:?}"
+                matches!(marker, Marker::InProgress(hold) if hold.token == Token(1)),
+                "{id}: {marker:?}"
             );
         }
     }

@@ -9,14 +9,20 @@ async fn a_marker_is_read_with_its_expiry() {
     let directory = Directory::new();
     let store = directory.store();
     assert_eq!(
-        store.look_with_expiry(&key("a")).await.expect("a marker"),
+        store
+            .read_marker_with_expiry(&key("a"))
+            .await
+            .expect("a marker"),
         (Marker::Absent, None)
     );
     assert_eq!(
         apply_one(&store, claim("a", 1)).await.expect("a verdict"),
         GRANTED
     );
-    let (marker, left) = store.look_with_expiry(&key("a")).await.expect("a marker");
+    let (marker, left) = store
+        .read_marker_with_expiry(&key("a"))
+        .await
+        .expect("a marker");
     let Marker::InProgress(hold) = marker else {
         panic!("{marker:?}")
     };
@@ -28,7 +34,10 @@ async fn a_marker_is_read_with_its_expiry() {
     apply_one(&store, complete("a", 1))
         .await
         .expect("a verdict");
-    let (marker, left) = store.look_with_expiry(&key("a")).await.expect("a marker");
+    let (marker, left) = store
+        .read_marker_with_expiry(&key("a"))
+        .await
+        .expect("a marker");
     assert!(
         marker == Marker::Done(None) && left.is_some_and(|left| !left.is_zero()),
         "{marker:?} {left:?}"

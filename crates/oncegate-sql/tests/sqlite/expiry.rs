@@ -99,7 +99,10 @@ async fn an_expired_row_is_absent_before_it_is_deleted() {
     let store = directory.store();
     expired(&directory, &store).await;
     assert_eq!(
-        store.look(&key("old-001299")).await.expect("a marker"),
+        store
+            .read_marker(&key("old-001299"))
+            .await
+            .expect("a marker"),
         Marker::Absent
     );
     assert_eq!(
@@ -124,7 +127,7 @@ async fn the_longest_window_is_accepted() {
     }
     verdicts(&store, &[claimed, completed]).await;
     assert_eq!(
-        store.look(&key("a")).await.expect("a marker"),
+        store.read_marker(&key("a")).await.expect("a marker"),
         Marker::Done(None)
     );
 }

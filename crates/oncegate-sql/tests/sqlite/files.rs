@@ -68,11 +68,11 @@ async fn a_timeout_of_zero_is_rejected() {
     let claimed = apply_one(&store, claim("a", 1))
         .await
         .expect_err("it is refused");
-    let looked = store
-        .look(&crate::support::key("a"))
+    let read = store
+        .read_marker(&crate::support::key("a"))
         .await
         .expect_err("it is refused");
-    for error in [&at_start, &claimed, &looked] {
+    for error in [&at_start, &claimed, &read] {
         assert!(matches!(error, StoreError::Misconfigured(_)), "{error:?}");
         says(&line(error), &["Sqlite::timeout", "the timeout is 0", "2s"]);
     }
@@ -518,7 +518,7 @@ async fn reports_that_the_disk_is_full() {
     // Earlier grants are kept.
     for round in 0..granted {
         let marker = store
-            .look(&crate::support::key(&format!("{round}-0")))
+            .read_marker(&crate::support::key(&format!("{round}-0")))
             .await
             .expect("a marker");
         assert!(

@@ -115,7 +115,7 @@ async fn a_locked_file_is_not_applied_after_the_timeout() {
     );
     locked.rollback().expect("let go");
     assert_eq!(
-        store.look(&key("b")).await.expect("a marker"),
+        store.read_marker(&key("b")).await.expect("a marker"),
         oncegate_core::marker::Marker::Absent
     );
     assert_eq!(

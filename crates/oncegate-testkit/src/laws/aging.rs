@@ -30,7 +30,7 @@ pub trait AgingStore: Sync {
     fn handles(&self) -> [&dyn Store; 2];
 
     /// The marker of a key.
-    async fn look(&self, key: &Key) -> Marker;
+    async fn read_marker(&self, key: &Key) -> Marker;
 
     /// Sets the time until the marker of a key expires. With zero it has expired.
     async fn set_time_left(&self, key: &Key, left: Duration);
@@ -110,7 +110,7 @@ async fn check_history(store: &dyn AgingStore, seed: u64, seen: &mut HashMap<Str
         }
         for (key, entry) in &model {
             let context = format!("{} step {step} after {batch:?}", repeat_hint(seed));
-            assert_eq!(store.look(key).await, entry.marker, "{context}");
+            assert_eq!(store.read_marker(key).await, entry.marker, "{context}");
             let left = store.time_left(key).await;
             assert!(
                 is_nearly_equal(left, entry.left()),
