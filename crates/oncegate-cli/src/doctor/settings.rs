@@ -26,7 +26,7 @@ pub(super) fn volatile_store_severity(config: &Config) -> Severity {
 /// A setting is invalid.
 pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     config.check()?;
-    let (lease, window, max_age) = (config.lease(), config.window(), config.max_age());
+    let (lease, window, max_age) = (config.lease(), config.dedup_window(), config.max_age());
     if lease >= window {
         findings.error(
             "lease-not-shorter-than-window",

@@ -280,8 +280,11 @@ async fn run(
         String::new()
     };
     if !change.confirm.yes {
-        let description =
-            MarkerDescription::of(marker.key.as_str(), &marker.stored, context.config.window());
+        let description = MarkerDescription::of(
+            marker.key.as_str(),
+            &marker.stored,
+            context.config.dedup_window(),
+        );
         let text = format!(
             "{}\n{what}: {} {consequence}. It would be {after}.{notice}",
             description.to_text(),
