@@ -180,11 +180,11 @@ pub struct ConnectOptions {
     /// The order that the user set. With [`Order::ByKey`] or [`Order::ByPartition`], a source must
     /// not reorder released messages.
     pub order: Option<Order>,
-    /// How long a delivery may stay unsettled, [`Builder::longest_open`]. A source whose broker has
-    /// a lower limit logs a warning.
+    /// How long a delivery may stay unsettled, [`Builder::max_unsettled_time`]. A source whose
+    /// broker has a lower limit logs a warning.
     ///
-    /// [`Builder::longest_open`]: crate::Builder::longest_open
-    pub longest_open: Option<Duration>,
+    /// [`Builder::max_unsettled_time`]: crate::Builder::max_unsettled_time
+    pub max_unsettled_time: Option<Duration>,
     /// From where ids are read, for the log lines of messages that the source rejects by itself.
     pub id: Option<IdSource>,
 }

@@ -66,7 +66,7 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
     // ignored here.
     let longest_unacknowledged = config
         .consumer(Consumer::builder())
-        .map_or(Duration::ZERO, |consumer| consumer.longest_open());
+        .map_or(Duration::ZERO, |consumer| consumer.max_unsettled_time());
     let consumer_timeout = config.consumer_timeout();
     if config.has("rabbitmq.url") && longest_unacknowledged > consumer_timeout / 10 * 9 {
         findings.error(

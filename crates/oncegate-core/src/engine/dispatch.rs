@@ -19,7 +19,7 @@ use crate::clock::now;
 use crate::context::{Context, SharedDelivery};
 use crate::driver::DriverCommand;
 use crate::fault;
-use crate::id::{MessageId, NoId};
+use crate::id::{IdError, MessageId};
 use crate::in_flight::InFlight;
 use crate::lifecycle::{
     Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Policy, Settlement,
@@ -57,8 +57,8 @@ impl Engine {
         let ordering_key = self.intake.ordering_key(&delivery);
         let (arrival, id, id_error) = match id {
             Ok(id) => (Event::Arrived, Some(id), None),
-            Err(NoId::Missing) => (Event::NoId, None, Some(self.id.missing_text())),
-            Err(NoId::Unusable(error)) => (Event::UnusableId, None, Some(error)),
+            Err(IdError::Missing) => (Event::NoId, None, Some(self.id.missing_text())),
+            Err(IdError::Unusable(error)) => (Event::UnusableId, None, Some(error)),
         };
         let shared = self.intake.share(SharedDelivery {
             id,
@@ -101,7 +101,7 @@ impl Engine {
 
     /// The id and the terms of a message. The user's functions for the id and the fingerprint run
     /// here: if one panics, the id is unusable.
-    fn identify(&self, message: &Message) -> (Result<MessageId, NoId>, Terms) {
+    fn identify(&self, message: &Message) -> (Result<MessageId, IdError>, Terms) {
         let lease = self.leases.duration();
         let read = || {
             let terms = self.settings.terms(message);
@@ -124,7 +124,7 @@ impl Engine {
                 window,
                 fingerprint: None,
             };
-            (Err(NoId::Unusable(error)), terms)
+            (Err(IdError::Unusable(error)), terms)
         })
     }
 
