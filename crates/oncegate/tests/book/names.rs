@@ -31,10 +31,6 @@ const SHARED: &[(&str, &[&str])] = &[
         &["RejectedMessage"],
     ),
     (
-        "whether a signal requested a stop: in the development commands and in the chaos runs",
-        &["Stopping"],
-    ),
-    (
         "the system in which effects happen: in the model, and in the chaos runs",
         &["Sink"],
     ),
@@ -48,16 +44,8 @@ const SHARED: &[(&str, &[&str])] = &[
         &["Charge", "Payment", "Print", "Shelf", "Stock"],
     ),
     (
-        "the payment provider that counts its charges: in the demo and in the model",
-        &["Provider"],
-    ),
-    (
         "what a run has counted: in the test kit, the chaos runs and the demo",
         &["Report"],
-    ),
-    (
-        "a row of a table of cases: those of the store laws, and bad input",
-        &["Row"],
     ),
 ];
 
