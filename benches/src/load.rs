@@ -8,7 +8,7 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
-use oncegate::marker::Ask;
+use oncegate::marker::OperationKind;
 use oncegate::{Redis, Store as _};
 use oncegate_testkit::servers::RedisServer;
 use rdkafka::ClientConfig;
@@ -423,7 +423,7 @@ pub async fn fill_redis(url: &str, markers: usize) -> BenchResult<()> {
     let store = Redis::at(url).prefix("old:").timeout(REQUEST_TIMEOUT);
     for first in (0..markers).step_by(BATCH) {
         let batch: Vec<_> = (first..markers.min(first + BATCH))
-            .map(|number| operation("old", number, Ask::Complete))
+            .map(|number| operation("old", number, OperationKind::Complete))
             .collect();
         for answer in store.apply(&batch).await {
             answer?;
@@ -449,7 +449,7 @@ pub async fn finish_redis_rehashing(server: &RedisServer, markers: usize) -> Ben
     {
         for _ in 0..2_000 {
             let batch: Vec<_> = (first..markers.min(first + BATCH))
-                .map(|number| operation("old", number, Ask::Claim))
+                .map(|number| operation("old", number, OperationKind::Claim))
                 .collect();
             for answer in store.apply(&batch).await {
                 answer?;

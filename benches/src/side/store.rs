@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncegate::marker::{Ask, Guarantee, Operation, Terms, Token};
+use oncegate::marker::{Guarantee, Operation, OperationKind, Terms, Token};
 use oncegate::{Key, MemoryStore, MessageId, Redis, Sqlite};
 use redis::aio::MultiplexedConnection;
 
@@ -42,7 +42,7 @@ pub(super) async fn run(task: &Task, store: &GateStore) -> BenchResult<Measureme
                 let mut batch: Vec<Operation> = claimed
                     .drain(..)
                     .map(|claim| Operation {
-                        ask: Ask::Complete,
+                        kind: OperationKind::Complete,
                         attempt: 1,
                         ..claim
                     })
@@ -50,7 +50,7 @@ pub(super) async fn run(task: &Task, store: &GateStore) -> BenchResult<Measureme
                 let completions = batch.len();
                 batch.extend(
                     (next..end.min(next + BATCH))
-                        .map(|number| operation("new", number, Ask::Claim)),
+                        .map(|number| operation("new", number, OperationKind::Claim)),
                 );
                 next = end.min(next + BATCH);
                 for answer in store.apply(&batch).await {
@@ -72,7 +72,7 @@ pub(super) async fn run(task: &Task, store: &GateStore) -> BenchResult<Measureme
 pub(super) async fn fill(store: &MemoryStore, markers: usize) -> BenchResult<()> {
     for first in (0..markers).step_by(BATCH) {
         let batch: Vec<Operation> = (first..markers.min(first + BATCH))
-            .map(|number| operation("old", number, Ask::Complete))
+            .map(|number| operation("old", number, OperationKind::Complete))
             .collect();
         for answer in oncegate::Store::apply(store, &batch).await {
             answer?;
@@ -82,7 +82,7 @@ pub(super) async fn fill(store: &MemoryStore, markers: usize) -> BenchResult<()>
 }
 
 /// An operation on an id with the default terms of a consumer.
-pub(crate) fn operation(series: &str, number: usize, ask: Ask) -> Operation {
+pub(crate) fn operation(series: &str, number: usize, kind: OperationKind) -> Operation {
     let key = Key::new(
         &MessageId::new(format!("{series}-{}", crate::load::id(number))).expect("it is not empty"),
     );
@@ -95,9 +95,9 @@ pub(crate) fn operation(series: &str, number: usize, ask: Ask) -> Operation {
     };
     Operation {
         key,
-        ask,
+        kind,
         token: Token(number as u128 + 1),
-        attempt: u32::from(ask == Ask::Complete),
+        attempt: u32::from(kind == OperationKind::Complete),
         terms,
     }
 }

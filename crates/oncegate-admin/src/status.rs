@@ -30,7 +30,7 @@ pub(crate) struct ConsumerView {
     name: String,
     ready: bool,
     in_flight: usize,
-    waiting: usize,
+    queued: usize,
     isolated: usize,
     store: Option<StoreView>,
     oldest: Vec<OldestDelivery>,
@@ -153,7 +153,7 @@ impl WatchedConsumer {
             name: self.name.clone(),
             ready: self.readiness.is_ready(),
             in_flight: snapshot.in_flight,
-            waiting: snapshot.waiting,
+            queued: snapshot.queued,
             isolated: snapshot.isolated,
             store: snapshot.store.map(StoreView::of),
             oldest: snapshot.oldest.iter().map(OldestDelivery::of).collect(),
@@ -167,17 +167,17 @@ impl StoreView {
             StoreState::Available { last_answer } => StoreStateView::Available {
                 last_answer_seconds: seconds(last_answer),
             },
-            StoreState::Unavailable { since } => StoreStateView::Unavailable {
-                unavailable_seconds: seconds(since),
+            StoreState::Unavailable { elapsed } => StoreStateView::Unavailable {
+                unavailable_seconds: seconds(elapsed),
             },
             _ => StoreStateView::Unused,
         };
         let to_view = |LastStoreError {
-                           since, mut text, ..
+                           elapsed, mut text, ..
                        }| {
             text.truncate(truncation_point(&text, MAX_LINE_BYTES));
             StoreErrorView {
-                seconds_ago: seconds(since),
+                seconds_ago: seconds(elapsed),
                 text,
             }
         };
@@ -200,7 +200,7 @@ impl OldestDelivery {
             from: delivery.origin.name.to_string(),
             partition,
             offset,
-            seconds: seconds(delivery.since),
+            seconds: seconds(delivery.elapsed),
             state: delivery.state.as_str(),
             attempt: delivery.attempt,
             crashes: delivery.crashes,
@@ -245,12 +245,12 @@ impl PartitionView {
         let waits_for = status.blocker.map(
             |Blocker {
                  offset,
-                 since,
+                 blocked_for,
                  blocked_by,
                  ..
              }| BlockerView {
                 offset,
-                seconds: seconds(since),
+                seconds: seconds(blocked_for),
                 holder: match blocked_by {
                     BlockedBy::Queue => "queue",
                     BlockedBy::Consumer => "consumer",

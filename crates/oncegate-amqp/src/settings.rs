@@ -35,7 +35,7 @@ pub struct RabbitMq {
     body_limit: usize,
     consumer_timeout: Duration,
     /// How long the consumer may leave a delivery unsettled with its settings; zero if unknown.
-    longest_open: Duration,
+    max_unsettled_time: Duration,
     topology: Topology,
     kind: QueueKind,
     consumers: ConsumerMode,
@@ -106,7 +106,7 @@ impl RabbitMq {
             key_header: None,
             body_limit: usize::MAX,
             consumer_timeout: CONSUMER_TIMEOUT,
-            longest_open: Duration::ZERO,
+            max_unsettled_time: Duration::ZERO,
             topology: Topology::default(),
             kind: QueueKind::default(),
             consumers: ConsumerMode::Competing,
@@ -290,7 +290,9 @@ impl RabbitMq {
     pub(crate) fn with_options(mut self, options: ConnectOptions) -> Self {
         self.in_flight = options.max_in_flight.unwrap_or(self.in_flight);
         self.order = options.order.unwrap_or(self.order);
-        self.longest_open = options.longest_open.unwrap_or(self.longest_open);
+        self.max_unsettled_time = options
+            .max_unsettled_time
+            .unwrap_or(self.max_unsettled_time);
         self.id = options.id;
         self
     }
@@ -382,7 +384,7 @@ impl RabbitMq {
                 key_header: self.key_header,
                 body_limit: self.body_limit,
                 consumer_timeout: self.consumer_timeout,
-                longest_open: self.longest_open,
+                max_unsettled_time: self.max_unsettled_time,
                 topology: self.topology,
                 kind: self.kind,
                 consumers: self.consumers,
@@ -503,18 +505,22 @@ mod tests {
     #[test]
     fn a_delivery_that_may_exceed_the_consumer_timeout_causes_a_warning() {
         let minutes = |count: u64| Duration::from_secs(60 * count);
-        for (longest_open, timeout, warns) in [
+        for (max_unsettled_time, timeout, warns) in [
             (None, minutes(30), false),
             (Some(minutes(27)), minutes(30), false),
             (Some(minutes(28)), minutes(30), true),
             (Some(minutes(28)), minutes(60), false),
         ] {
             let mut options = ConnectOptions::default();
-            options.longest_open = longest_open;
+            options.max_unsettled_time = max_unsettled_time;
             let source = RabbitMq::queue("payments").consumer_timeout(timeout);
             let settings = source.with_options(options).check().expect("settings");
             let warning = settings.consumer_timeout_warning();
-            assert_eq!(warning.is_some(), warns, "{longest_open:?}, {timeout:?}");
+            assert_eq!(
+                warning.is_some(),
+                warns,
+                "{max_unsettled_time:?}, {timeout:?}"
+            );
             for part in ["RabbitMQ's consumer_timeout", ".handler_timeout(…)"] {
                 assert!(
                     warning.as_ref().is_none_or(|text| text.contains(part)),

@@ -31,14 +31,14 @@ pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms 
     Terms {
         guarantee,
         lease: config.lease(),
-        window: config.window(),
+        window: config.dedup_window(),
         fingerprint,
     }
 }
 
 /// The dedup window as text, with ", the default" if it is not configured.
 pub(crate) fn window_description(config: &Config) -> String {
-    let window = crate::output::duration_text(config.window());
+    let window = crate::output::duration_text(config.dedup_window());
     if config.has("gate.dedup-window") {
         window
     } else {

@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 use oncegate::Guarantee;
-use oncegate::marker::{Ask, Effect, Hold, Marker, UNKNOWN_ATTEMPT};
+use oncegate::marker::{Effect, Hold, Marker, OperationKind, UNKNOWN_ATTEMPT};
 
 use crate::CliContext;
 use crate::audit::{Audit, DROPPED_CONFLICT, PlannedAction};
@@ -272,13 +272,13 @@ impl DeadLetterSession<'_> {
             || "dead-lettered".to_owned(),
             |marker| format!("dead-lettered, {}", marker.summary()),
         );
-        let fencing_token = marker
+        let attempt = marker
             .as_ref()
             .and_then(|marker| description::last_attempt(&marker.stored.marker))
             .unwrap_or(0)
             .max(last_attempt(message));
         let action = PlannedAction {
-            attempt: Some(fencing_token),
+            attempt: Some(attempt),
             ..self.planned_action("dead-letters redrive", message, before, after.clone())
         };
         let pending = self.audit.begin(action, self.why).await?;
@@ -360,7 +360,7 @@ impl DeadLetterSession<'_> {
         let Ok(id) = config::id(&self.context.config, id) else {
             return Ok(None);
         };
-        ObservedMarker::look(self.context, markers, id)
+        ObservedMarker::read_marker(self.context, markers, id)
             .await
             .map(Some)
             .map_err(CliError::for_one_message)
@@ -375,24 +375,24 @@ fn clear_request(
     effect: Effect,
     message: &DeadLetter,
     context: &CliContext,
-) -> Option<Ask> {
+) -> Option<OperationKind> {
     let seen = marker.stored.marker;
     let is_at_most_once =
         |hold: &Hold| [hold.guarantee, context.config.guarantee()].contains(&Guarantee::AtMostOnce);
     match seen {
         Marker::Absent if last_attempt(message) == 0 && effect == Effect::Nothing => None,
         Marker::InProgress(hold) if is_at_most_once(&hold) => None,
-        _ => Some(Ask::Redrive { seen, effect }),
+        _ => Some(OperationKind::Redrive { seen, effect }),
     }
 }
 
 /// The number of the last attempt of the message's id when the message was dead-lettered; 0 if
 /// there was none, [`UNKNOWN_ATTEMPT`] if the id was used for another body.
 fn last_attempt(message: &DeadLetter) -> u32 {
-    if message.fencing_token() == 0 && message.reason() == "conflict" {
+    if message.last_attempt() == 0 && message.reason() == "conflict" {
         UNKNOWN_ATTEMPT
     } else {
-        message.fencing_token()
+        message.last_attempt()
     }
 }
 

@@ -102,7 +102,7 @@ impl Evidence {
             actions: Vec::new(),
             has_audit: false,
             guarantee: context.config.guarantee(),
-            window: context.config.window(),
+            window: context.config.dedup_window(),
             window_description: config::window_description(&context.config),
             is_shadow: context.config.text("gate.mode") == Some("shadow"),
             passes_through: context.config.text("gate.outage") == Some("pass-through"),
@@ -169,7 +169,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
     }
     let (verdict, mut description) = verdict::of(&evidence);
     if verdict.is_unknown()
-        && let Some(number) = context.config.number_id(&explain.id)
+        && let Some(number) = context.config.id_of_json_number(&explain.id)
     {
         description.push_str(&format!(
             " If the producer wrote {} as a JSON number, its id is {number}, since gate.id writes whole numbers out: run `oncegate explain {number}`.",
@@ -214,10 +214,10 @@ async fn marker(
 ) -> Result<MarkerDescription, CliError> {
     let key = config::key(&context.config, id)?;
     let found = MarkerStore::of(&context.config)?
-        .look_or_describe(&key)
+        .read_marker_or_describe(&key)
         .await?;
     Ok(match found {
-        Ok(stored) => MarkerDescription::of(key.as_str(), &stored, context.config.window()),
+        Ok(stored) => MarkerDescription::of(key.as_str(), &stored, context.config.dedup_window()),
         Err(value) => MarkerDescription::unreadable(
             key.as_str(),
             description::foreign_value_text(&context.config, &key, &value),

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use clap::{Args, Subcommand};
-use oncegate::marker::{Ask, Effect, Finding};
+use oncegate::marker::{Effect, Finding, OperationKind};
 use oncegate_config::StoreKind;
 use serde_json::{Value, json};
 
@@ -241,7 +241,7 @@ impl<'a> ResolveSession<'a> {
         let markers = MarkerStore::of(&self.context.config)?;
         for id in ids {
             let id = config::id(&self.context.config, id)?;
-            let marker = ObservedMarker::look(self.context, &markers, id.clone()).await?;
+            let marker = ObservedMarker::read_marker(self.context, &markers, id.clone()).await?;
             let update = check_marker(&marker, self.finding)?;
             self.ids.insert(
                 id.to_string(),
@@ -286,9 +286,12 @@ impl<'a> ResolveSession<'a> {
         let Some(entry) = needing_update(&mut self.ids, id) else {
             return Ok(());
         };
-        let marker =
-            ObservedMarker::look(self.context, &entry.marker.markers, entry.marker.id.clone())
-                .await?;
+        let marker = ObservedMarker::read_marker(
+            self.context,
+            &entry.marker.markers,
+            entry.marker.id.clone(),
+        )
+        .await?;
         (entry.update, entry.marker) = (check_marker(&marker, self.finding)?, marker);
         Ok(())
     }
@@ -302,9 +305,9 @@ impl<'a> ResolveSession<'a> {
         };
         let (marker, seen) = (&entry.marker, entry.marker.stored.marker);
         let request = match (self.finding, marker.state()) {
-            (Finding::Happened, MarkerState::InDoubt) => Ask::Resolve(Finding::Happened),
-            (Finding::Happened, _) => Ask::Complete,
-            (Finding::DidNotHappen, _) => Ask::Redrive {
+            (Finding::Happened, MarkerState::InDoubt) => OperationKind::Resolve(Finding::Happened),
+            (Finding::Happened, _) => OperationKind::Complete,
+            (Finding::DidNotHappen, _) => OperationKind::Redrive {
                 seen,
                 effect: Effect::Nothing,
             },
@@ -373,7 +376,7 @@ impl<'a> ResolveSession<'a> {
         if !confirmed {
             return Ok(format!("{state}; {planned}"));
         }
-        self.resolve_marker(id, message.fencing_token()).await?;
+        self.resolve_marker(id, message.last_attempt()).await?;
         let location = Some(message.location.clone());
         let action = PlannedAction {
             what: COMMAND.name,

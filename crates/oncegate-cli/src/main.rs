@@ -143,7 +143,7 @@ impl CliContext {
     /// # Errors
     /// No file and no variable sets a key.
     pub(crate) fn check_configured(&self) -> Result<(), CliError> {
-        if self.config.given_settings().next().is_some() {
+        if self.config.configured_values().next().is_some() {
             return Ok(());
         }
         let file = self.config.file().map_or_else(

@@ -56,16 +56,16 @@ pub(crate) async fn run(context: &CliContext, command: MarkerCommand) -> Result<
 async fn show(context: &CliContext, id: &str) -> Result<(), CliError> {
     let key = config::key(&context.config, &config::id(&context.config, id)?)?;
     let stored = MarkerStore::of(&context.config)?
-        .look(&context.config, &key)
+        .read_marker(&context.config, &key)
         .await?;
-    let description = MarkerDescription::of(key.as_str(), &stored, context.config.window());
+    let description = MarkerDescription::of(key.as_str(), &stored, context.config.dedup_window());
     context.format.print(&description, description.to_text())
 }
 
 async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError> {
     // Keys per request: few enough not to block other clients of Redis.
     const PAGE: usize = 500;
-    let window = context.config.window();
+    let window = context.config.dedup_window();
     let mut browse = MarkerStore::of(&context.config)?.browse(PAGE).await?;
     let scope = context
         .config
@@ -101,7 +101,7 @@ async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError
         "key",
         "state",
         "attempts",
-        "fence",
+        "last attempt",
         "written",
         "expires in",
         "fingerprint",

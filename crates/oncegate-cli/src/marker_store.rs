@@ -106,12 +106,12 @@ impl MarkerStore {
     ///
     /// # Errors
     /// The store failed, or the value is no marker; then the error describes it, with the remedy.
-    pub(crate) async fn look(
+    pub(crate) async fn read_marker(
         &self,
         config: &Config,
         key: &Key,
     ) -> Result<MarkerWithExpiry, CliError> {
-        self.look_or_describe(key).await?.map_err(|value| {
+        self.read_marker_or_describe(key).await?.map_err(|value| {
             CliError::unreadable_marker(description::foreign_value_text(config, key, &value))
         })
     }
@@ -120,13 +120,13 @@ impl MarkerStore {
     ///
     /// # Errors
     /// The store failed.
-    pub(crate) async fn look_or_describe(
+    pub(crate) async fn read_marker_or_describe(
         &self,
         key: &Key,
     ) -> Result<Result<MarkerWithExpiry, UnreadableValue>, CliError> {
         let (error, value): (StoreError, Option<UnreadableValue>) = match self {
             #[cfg(feature = "redis")]
-            Self::Redis(redis) => match redis.look_with_expiry(key).await {
+            Self::Redis(redis) => match redis.read_marker_with_expiry(key).await {
                 Err(error @ StoreError::UnreadableMarker(_)) => {
                     // If the user may not run TYPE, the description is the text of the error.
                     let value = redis.foreign_value(key).await.ok().map(|value| {
@@ -145,20 +145,20 @@ impl MarkerStore {
                     });
                     (error, value)
                 }
-                looked => return Ok(Ok(looked?)),
+                read => return Ok(Ok(read?)),
             },
             #[cfg(feature = "sqlite")]
-            Self::Sqlite(sqlite) => match sqlite.look_with_expiry(key).await {
+            Self::Sqlite(sqlite) => match sqlite.read_marker_with_expiry(key).await {
                 Err(error @ StoreError::UnreadableMarker(_)) => (error, None),
-                looked => {
-                    let (marker, expires_in) = looked?;
+                read => {
+                    let (marker, expires_in) = read?;
                     return Ok(Ok(MarkerWithExpiry::new(marker, expires_in)));
                 }
             },
             #[cfg(feature = "postgres")]
-            Self::Postgres(postgres) => match postgres.look_with_expiry(key).await {
+            Self::Postgres(postgres) => match postgres.read_marker_with_expiry(key).await {
                 Err(error @ StoreError::UnreadableMarker(_)) => (error, None),
-                looked => return Ok(Ok(looked?)),
+                read => return Ok(Ok(read?)),
             },
             Self::None(never) => match *never {},
         };

@@ -48,7 +48,7 @@ pub(crate) fn run(context: &CliContext, arguments: &PlanArgs) -> Result<(), CliE
         .rate
         .or(config.number("gate.rate"))
         .ok_or_else(|| CliError::usage("pass --rate or set gate.rate: new ids per second"))?;
-    let window = arguments.window.map_or(config.window(), |it| it.0);
+    let window = arguments.window.map_or(config.dedup_window(), |it| it.0);
     let with_fingerprints = match arguments.fingerprints {
         Some(choice) => choice == YesNo::Yes,
         None => config.guarantee() == oncegate::Guarantee::AtMostOnce,
@@ -64,7 +64,7 @@ pub(crate) fn run(context: &CliContext, arguments: &PlanArgs) -> Result<(), CliE
         } else {
             Markers::Plain
         })
-        .with_processes(arguments.processes, config.in_flight())
+        .with_processes(arguments.processes, config.max_in_flight())
         .with_durability(config.durability())
         .with_primaries(arguments.primaries);
     let estimate = plan(&load);

@@ -86,7 +86,7 @@ fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
     if let Some(missing) = missing_store_feature(context)? {
         unchecked.note("[store]", missing);
     }
-    let count = config.given_settings().count();
+    let count = config.configured_values().count();
     let file = config
         .file()
         .map_or_else(|| "no file".to_owned(), |path| path.display().to_string());
@@ -124,7 +124,7 @@ fn missing_store_feature(context: &CliContext) -> Result<Option<CliError>, CliEr
 }
 
 fn print(context: &CliContext) -> Result<(), CliError> {
-    let entries = context.config.given_settings();
+    let entries = context.config.configured_values();
     let entries = entries.map(|it| ConfigEntry {
         key: it.setting.key,
         value: display_value(it.setting.redaction, &it.value),
@@ -175,7 +175,7 @@ fn display_value(redaction: Redaction, value: &SettingValue) -> serde_json::Valu
         SettingValue::Text(it) => text(it).into(),
         SettingValue::Number(number) => (*number).into(),
         SettingValue::List(list) => list.iter().map(|it| text(it)).collect(),
-        SettingValue::Names(names) => names
+        SettingValue::Pairs(pairs) => pairs
             .iter()
             .map(|(name, value)| {
                 let is_secret = ["password", "secret", "key", "config", "token"]

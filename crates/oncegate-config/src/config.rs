@@ -55,7 +55,7 @@ impl Config {
     }
 
     /// All keys that are set, in the order of [`SETTINGS`].
-    pub fn given_settings(&self) -> impl Iterator<Item = &ConfiguredValue> {
+    pub fn configured_values(&self) -> impl Iterator<Item = &ConfiguredValue> {
         SETTINGS
             .iter()
             .filter_map(|setting| self.set.get(setting.key))
@@ -96,10 +96,10 @@ impl Config {
         }
     }
 
-    /// The value of a key of the kind `Names`, as pairs of name and text; empty if it is not set.
-    pub fn names(&self, key: &str) -> &[(String, String)] {
+    /// The value of a key of the kind `Pairs`, as pairs of name and text; empty if it is not set.
+    pub fn pairs(&self, key: &str) -> &[(String, String)] {
         match self.value(key) {
-            Some(SettingValue::Names(names)) => names,
+            Some(SettingValue::Pairs(pairs)) => pairs,
             _ => &[],
         }
     }
@@ -119,14 +119,14 @@ impl Config {
     }
 
     /// `gate.dedup-window`, or its default.
-    pub fn window(&self) -> Duration {
+    pub fn dedup_window(&self) -> Duration {
         self.time("gate.dedup-window")
             .unwrap_or(defaults::DEDUP_WINDOW)
     }
 
     /// `gate.max-age`, or half the window.
     pub fn max_age(&self) -> Duration {
-        self.time("gate.max-age").unwrap_or(self.window() / 2)
+        self.time("gate.max-age").unwrap_or(self.dedup_window() / 2)
     }
 
     /// `gate.lease`, or its default.
@@ -141,7 +141,7 @@ impl Config {
     }
 
     /// `gate.max-in-flight`, or its default.
-    pub fn in_flight(&self) -> u64 {
+    pub fn max_in_flight(&self) -> u64 {
         self.number("gate.max-in-flight")
             .unwrap_or(defaults::MAX_IN_FLIGHT as u64)
     }

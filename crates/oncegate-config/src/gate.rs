@@ -149,7 +149,7 @@ impl Config {
     /// The id of a message whose body has this JSON number where `gate.id` reads the id, if the id
     /// differs from the text: `7` for `7.0`. `None` if `gate.id` reads no JSON, the text is no JSON
     /// number, or the id is the same text.
-    pub fn number_id(&self, text: &str) -> Option<MessageId> {
+    pub fn id_of_json_number(&self, text: &str) -> Option<MessageId> {
         if !self.text("gate.id")?.starts_with("json ") || text.starts_with(['"', '{', '[']) {
             return None;
         }

@@ -52,7 +52,7 @@ impl Config {
         if self.text("kafka.limited-retention") == Some("accepted") {
             kafka = kafka.accept_limited_retention();
         }
-        for (name, value) in self.names("kafka.properties") {
+        for (name, value) in self.pairs("kafka.properties") {
             kafka = kafka.property(name, value);
         }
         Ok(match self.text("kafka.password") {

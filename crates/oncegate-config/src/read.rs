@@ -188,7 +188,7 @@ impl Config {
                 ValueKind::List => {
                     SettingValue::List(text.split(',').map(|part| part.trim().to_owned()).collect())
                 }
-                ValueKind::Names => SettingValue::Names(parse_names(&name, &text)?),
+                ValueKind::Pairs => SettingValue::Pairs(parse_pairs(&name, &text)?),
                 ValueKind::Text | ValueKind::Time | ValueKind::Choice(_) => {
                     SettingValue::Text(text)
                 }
@@ -268,15 +268,15 @@ fn from_toml(kind: ValueKind, value: toml::Value) -> Option<SettingValue> {
             .map(text)
             .collect::<Option<_>>()
             .map(SettingValue::List),
-        (ValueKind::Names, toml::Value::Table(table)) => table
+        (ValueKind::Pairs, toml::Value::Table(table)) => table
             .into_iter()
             .map(|(name, value)| Some((name, text(value)?)))
             .collect::<Option<_>>()
-            .map(SettingValue::Names),
+            .map(SettingValue::Pairs),
         (ValueKind::Text | ValueKind::Time | ValueKind::Choice(_), value) => {
             text(value).map(SettingValue::Text)
         }
-        (ValueKind::List | ValueKind::Names, _) => None,
+        (ValueKind::List | ValueKind::Pairs, _) => None,
     }
 }
 
@@ -287,7 +287,7 @@ fn wrong_kind(origin: &str, setting: &Setting) -> Error {
         ValueKind::Choice(words) => format!("one of {}, in quotes", words.join(", ")),
         ValueKind::Number => "a whole number, 0 or more".to_owned(),
         ValueKind::List => "a list of texts, in brackets".to_owned(),
-        ValueKind::Names => "a table of texts".to_owned(),
+        ValueKind::Pairs => "a table of texts".to_owned(),
     };
     Error::misconfigured(format!("{origin}: {} requires {expected}", setting.key))
 }
@@ -301,9 +301,9 @@ fn unknown_name<'a>(what: &str, unknown: &str, known: impl Iterator<Item = &'a s
 
 /// Parses `name=value` pairs: one per line, or separated by commas in a single line. Errors show
 /// neither a value nor a text that may be a value.
-fn parse_names(variable: &str, text: &str) -> Result<Vec<(String, String)>, Error> {
+fn parse_pairs(variable: &str, text: &str) -> Result<Vec<(String, String)>, Error> {
     let separator = if text.contains('\n') { '\n' } else { ',' };
-    let mut names: Vec<(String, String)> = Vec::new();
+    let mut pairs: Vec<(String, String)> = Vec::new();
     for (index, pair) in text
         .split(separator)
         .map(str::trim)
@@ -320,14 +320,14 @@ fn parse_names(variable: &str, text: &str) -> Result<Vec<(String, String)>, Erro
                 index + 1
             )));
         };
-        if names.iter().any(|(earlier, _)| earlier == name) {
+        if pairs.iter().any(|(earlier, _)| earlier == name) {
             return Err(Error::misconfigured(format!(
                 "{variable}: {name} occurs twice"
             )));
         }
-        names.push((name.to_owned(), value.to_owned()));
+        pairs.push((name.to_owned(), value.to_owned()));
     }
-    Ok(names)
+    Ok(pairs)
 }
 
 fn read_secret(path: &Path, named_by: &str) -> Result<String, Error> {
@@ -348,13 +348,13 @@ mod tests {
         );
         Ok(config
             .map_err(|error| error.to_string())?
-            .names("kafka.properties")
+            .pairs("kafka.properties")
             .to_vec())
     }
 
     #[test]
     fn one_variable_holds_all_properties() {
-        let names = |pairs: &[(&str, &str)]| {
+        let owned = |pairs: &[(&str, &str)]| {
             Ok(pairs
                 .iter()
                 .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
@@ -367,18 +367,18 @@ mod tests {
         ];
         assert_eq!(
             read("security.protocol=SASL_SSL, sasl.username = me,ssl.key.password=a=b,"),
-            names(&login)
+            owned(&login)
         );
         assert_eq!(
             read("security.protocol=SASL_SSL\r\nsasl.username=me\n\nssl.key.password=a=b\n"),
-            names(&login)
+            owned(&login)
         );
         // A single line with a line break.
         assert_eq!(
             read("debug=broker,topic\n"),
-            names(&[("debug", "broker,topic")])
+            owned(&[("debug", "broker,topic")])
         );
-        assert_eq!(read(""), names(&[]));
+        assert_eq!(read(""), owned(&[]));
     }
 
     #[test]

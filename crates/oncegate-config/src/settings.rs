@@ -15,7 +15,7 @@ pub enum ValueKind {
     /// A list of texts; in a variable separated by commas.
     List,
     /// Pairs of name and text; in a variable `name=value`, separated by commas or one per line.
-    Names,
+    Pairs,
 }
 
 /// Which part of a value is secret.
@@ -338,7 +338,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     redacted(
         "kafka.properties",
-        ValueKind::Names,
+        ValueKind::Pairs,
         Redaction::All,
         "properties of librdkafka, such as security.protocol and sasl.username",
     ),

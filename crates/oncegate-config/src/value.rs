@@ -13,7 +13,7 @@ pub enum SettingValue {
     /// Several texts.
     List(Vec<String>),
     /// Pairs of name and text.
-    Names(Vec<(String, String)>),
+    Pairs(Vec<(String, String)>),
 }
 
 impl std::fmt::Debug for SettingValue {
@@ -23,7 +23,7 @@ impl std::fmt::Debug for SettingValue {
             Self::Text(_) => "Text(***)",
             Self::Number(_) => "Number(***)",
             Self::List(_) => "List(***)",
-            Self::Names(_) => "Names(***)",
+            Self::Pairs(_) => "Pairs(***)",
         })
     }
 }

@@ -198,7 +198,7 @@ fn debug_shows_keys_and_no_value() {
         Config::read(Some(std::path::Path::new("/dev/null")), variables).expect("two keys");
     let shown = format!(
         "{config:?} {:?}",
-        config.given_settings().collect::<Vec<_>>()
+        config.configured_values().collect::<Vec<_>>()
     );
     assert!(
         shown.contains("store.url")

@@ -6,7 +6,9 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Fingerprint, Guarantee, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{
+    Fingerprint, Guarantee, Operation, OperationKind, Terms, Token, Verdict,
+};
 use oncegate_core::{Key, MemoryStore, MessageId, Store};
 use peak_alloc::PeakAlloc;
 
@@ -33,8 +35,8 @@ async fn main() {
         let mut worst = Worst::default();
         for first in (0..ids).step_by(batch) {
             let ids = first..ids.min(first + batch as u64);
-            for ask in [Ask::Claim, Ask::Complete] {
-                apply(&store, ids.clone(), ask, fingerprint).await;
+            for kind in [OperationKind::Claim, OperationKind::Complete] {
+                apply(&store, ids.clone(), kind, fingerprint).await;
             }
             worst.observe(ALLOCATED.current_usage() - before, ids.end);
         }
@@ -66,7 +68,7 @@ impl Worst {
 async fn apply(
     store: &MemoryStore,
     ids: std::ops::Range<u64>,
-    ask: Ask,
+    kind: OperationKind,
     fingerprint: Option<Fingerprint>,
 ) {
     let terms = Terms {
@@ -81,9 +83,9 @@ async fn apply(
             key: Key::new(
                 &MessageId::new(format!("payment-of-the-day-{number:017}")).expect("an id"),
             ),
-            ask,
+            kind,
             token: Token(1),
-            attempt: u32::from(ask != Ask::Claim),
+            attempt: u32::from(kind != OperationKind::Claim),
             terms,
         })
         .collect();

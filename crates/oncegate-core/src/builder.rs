@@ -349,8 +349,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// has its id, and then all inline retries, each up to the handler timeout, with the longest
     /// pauses between. `reconcile` and queueing behind an ordering key may add to that. A broker
     /// that limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
-    pub fn longest_open(&self) -> Duration {
-        self.settings.longest_open()
+    pub fn max_unsettled_time(&self) -> Duration {
+        self.settings.max_unsettled_time()
     }
 
     /// The readiness that the consumer updates, for a readiness probe.
@@ -473,7 +473,7 @@ async fn run<S: Connect, H: Handler, D: Decode>(
             max_in_flight: Some(settings.max_in_flight),
             dedup_window: Some(settings.dedup_window),
             order: settings.order,
-            longest_open: Some(settings.longest_open()),
+            max_unsettled_time: Some(settings.max_unsettled_time()),
             id: Some(id.clone()),
         };
         Ok::<_, Error>(source.connect(options).await?)

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use metrics::{Gauge, Histogram, gauge, histogram};
 
-use crate::marker::{Ask, Operation};
+use crate::marker::{Operation, OperationKind};
 use crate::metric;
 
 /// The histograms and gauges of one consumer, looked up once.
@@ -72,8 +72,8 @@ impl ConsumerMetrics {
     pub(crate) fn answered(&self, operations: &[Operation], after: Duration) {
         let (mut claims, mut completions) = (0, 0);
         for operation in operations {
-            claims += usize::from(matches!(operation.ask, Ask::Claim));
-            completions += usize::from(matches!(operation.ask, Ask::Complete));
+            claims += usize::from(matches!(operation.kind, OperationKind::Claim));
+            completions += usize::from(matches!(operation.kind, OperationKind::Complete));
         }
         for (histogram, count) in [(&self.claim, claims), (&self.complete, completions)] {
             if count > 0 {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
-use crate::marker::{Ask, Operation, Terms, Token};
+use crate::marker::{Operation, OperationKind, Terms, Token};
 use crate::message::Message;
 
 /// The context of one run of a handler: the id, the fencing token, the message itself.
@@ -45,7 +45,7 @@ impl SharedDelivery {
     pub(crate) fn renewal(&self, scope: &Scope) -> Option<Operation> {
         Some(Operation {
             key: scope.key(self.id.as_ref()?),
-            ask: Ask::Renew,
+            kind: OperationKind::Renew,
             token: self.lease.as_ref()?.token,
             attempt: self.attempt,
             terms: self.terms,
@@ -58,7 +58,7 @@ impl Context {
     pub(crate) fn claim(&self, scope: &Scope) -> Option<Operation> {
         Some(Operation {
             key: scope.key(self.0.id.as_ref()?),
-            ask: Ask::Claim,
+            kind: OperationKind::Claim,
             token: self.0.lease.as_ref().map_or(Token(0), |lease| lease.token),
             attempt: 0,
             terms: self.0.terms,

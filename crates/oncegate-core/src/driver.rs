@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use crate::lifecycle::{Action, Event, History, Policy, Settlement, Stage, transition};
-use crate::marker::{Ask, Attempts, Token, Verdict};
+use crate::marker::{Attempts, OperationKind, Token, Verdict};
 
 /// The stage of one delivery, and its claim.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -24,9 +24,10 @@ pub struct LifecycleDriver {
 /// A command to the owner of a delivery: what it does next.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum DriverCommand {
-    /// Applies the operation that the stage waits for, [`Stage::pending_ask`], to the store with
-    /// the delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`].
-    /// For a claim with a new token, the owner first gives up the lease of the claim before it.
+    /// Applies the operation that the stage waits for, [`Stage::pending_operation`], to the store
+    /// with the delivery's token and attempt, and reports [`Event::Answer`] or
+    /// [`Event::Unavailable`]. For a claim with a new token, the owner first gives up the lease of
+    /// the claim before it.
     Apply,
     /// Reports [`Event::MayRun`] when the handler may start, [`Event::LeaseOver`] if the lease may
     /// have ended by then, or [`Event::IsolationFull`].
@@ -171,7 +172,8 @@ impl LifecycleDriver {
     fn must_drain_first(&self, command: &DriverCommand) -> bool {
         match command {
             DriverCommand::Apply => {
-                self.attempts.number == 0 && self.stage.pending_ask() == Some(Ask::Claim)
+                self.attempts.number == 0
+                    && self.stage.pending_operation() == Some(OperationKind::Claim)
             }
             DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitIsolation => {
                 true

@@ -68,16 +68,16 @@ pub(crate) fn after(operations: &[Operation]) {
 fn point_of_each(operations: &[Operation], names: [&str; 7]) {
     #[cfg(oncegate_chaos)]
     for operation in operations {
-        use crate::marker::Ask;
-        let name = match operation.ask {
-            Ask::Claim => names[0],
-            Ask::Renew => names[1],
-            Ask::Complete => names[2],
-            Ask::Clear(_) | Ask::Withdraw => names[3],
-            Ask::Reject(_) => names[4],
-            Ask::Doubt => names[5],
-            Ask::Resolve(_) => names[6],
-            Ask::Redrive { .. } | Ask::Forget { .. } => continue,
+        use crate::marker::OperationKind;
+        let name = match operation.kind {
+            OperationKind::Claim => names[0],
+            OperationKind::Renew => names[1],
+            OperationKind::Complete => names[2],
+            OperationKind::Clear(_) | OperationKind::Withdraw => names[3],
+            OperationKind::Reject(_) => names[4],
+            OperationKind::Doubt => names[5],
+            OperationKind::Resolve(_) => names[6],
+            OperationKind::Redrive { .. } | OperationKind::Forget { .. } => continue,
         };
         point(name);
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
-pub use source::{IdSource, IntoIdSource, NoId};
+pub use source::{IdError, IdSource, IntoIdSource};
 
 /// The longest id that is used in a key unchanged, in bytes.
 pub const LONGEST_PLAIN_ID: usize = 200;

@@ -104,7 +104,7 @@ impl InFlight {
             _ => granted,
         };
         failure_history.crashes = attempts.crashes;
-        failure_history.fence = attempts.number;
+        failure_history.last_attempt = attempts.number;
         failure_history
     }
 
@@ -256,7 +256,7 @@ mod tests {
                 Settlement::Reject(Reason::AttemptsSpent)
             );
             assert_eq!(
-                (failure_history.attempts, failure_history.fence),
+                (failure_history.attempts, failure_history.last_attempt),
                 (5, number)
             );
         }

@@ -13,7 +13,7 @@ use crate::context::Context;
 use crate::defaults;
 use crate::handler::{Failure, Handler};
 use crate::id::Scope;
-use crate::marker::{Ask, Guarantee, Operation, Verdict};
+use crate::marker::{Guarantee, Operation, OperationKind, Verdict};
 use crate::memory::MemoryStore;
 use crate::run_context::RunContext;
 use crate::store::{BoxError, Persistence, Store, StoreError};
@@ -273,14 +273,14 @@ impl<I: Inbox> InboxStore<I> {
     /// inbox has the record.
     async fn apply_in_memory(&self, operation: &Operation) -> Result<Verdict, StoreError> {
         let mut in_memory = operation.clone();
-        let completes = operation.ask == Ask::Complete;
+        let completes = operation.kind == OperationKind::Complete;
         if completes {
-            in_memory.ask = Ask::Withdraw;
+            in_memory.kind = OperationKind::Withdraw;
         }
         let answer = self.claims.apply(&[in_memory]).await.pop();
         // A dead letter contains the numbers of its attempts. If it is sent again, they are counted
         // from 0.
-        let removes_marker = completes || matches!(operation.ask, Ask::Reject(_));
+        let removes_marker = completes || matches!(operation.kind, OperationKind::Reject(_));
         if removes_marker && matches!(answer, Some(Ok(Verdict::Applied))) {
             self.claims.forget(&operation.key);
         }
@@ -305,13 +305,13 @@ impl<I: Inbox> InboxStore<I> {
 #[async_trait]
 impl<I: Inbox> Store for InboxStore<I> {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        let is_claim = |operation: &&Operation| operation.ask == Ask::Claim;
+        let is_claim = |operation: &&Operation| operation.kind == OperationKind::Claim;
         let claims: Vec<Operation> = operations.iter().filter(is_claim).cloned().collect();
         // Renewals do not need the database, so a run with an open transaction keeps its claim
         // during an outage.
         let only_renews = operations
             .iter()
-            .all(|operation| operation.ask == Ask::Renew);
+            .all(|operation| operation.kind == OperationKind::Renew);
         let needs_lookup =
             !claims.is_empty() || self.is_down.load(Ordering::Relaxed) && !only_renews;
         let mut found = Vec::new().into_iter();
@@ -427,12 +427,12 @@ mod tests {
         }
     }
 
-    fn operation(id: &str, ask: Ask) -> Operation {
+    fn operation(id: &str, kind: OperationKind) -> Operation {
         Operation {
             key: Scope::none().key(&MessageId::new(id).expect("an id")),
             token: Token(1),
-            attempt: u32::from(ask != Ask::Claim),
-            ask,
+            attempt: u32::from(kind != OperationKind::Claim),
+            kind,
             terms: Terms {
                 guarantee: Guarantee::EffectivelyOnce,
                 lease: defaults::LEASE,
@@ -446,26 +446,29 @@ mod tests {
     async fn claims_are_renewed_while_the_database_does_not_answer() {
         let inbox = EmptyInbox::default();
         let store = InboxStore::new(inbox.clone());
-        let apply = async |id, ask| store.apply(&[operation(id, ask)]).await.remove(0);
-        assert!(apply("a", Ask::Claim).await.is_ok());
+        let apply = async |id, kind| store.apply(&[operation(id, kind)]).await.remove(0);
+        assert!(apply("a", OperationKind::Claim).await.is_ok());
         inbox.0.store(true, Ordering::Relaxed);
-        assert!(apply("b", Ask::Claim).await.is_err());
-        let renewed = apply("a", Ask::Renew).await;
+        assert!(apply("b", OperationKind::Claim).await.is_err());
+        let renewed = apply("a", OperationKind::Renew).await;
         assert!(matches!(renewed, Ok(Verdict::Applied)), "{renewed:?}");
         // The inbox still does not answer, so completions fail, too.
-        assert!(apply("a", Ask::Complete).await.is_err());
+        assert!(apply("a", OperationKind::Complete).await.is_err());
         inbox.0.store(false, Ordering::Relaxed);
-        assert!(apply("a", Ask::Complete).await.is_ok());
+        assert!(apply("a", OperationKind::Complete).await.is_ok());
         assert!(store.claims.is_empty(), "the inbox has the record");
     }
 
     #[tokio::test]
     async fn a_rejected_message_begins_anew_if_it_is_sent_again() {
         let store = InboxStore::new(EmptyInbox::default());
-        let apply = async |ask| store.apply(&[operation("a", ask)]).await.remove(0);
+        let apply = async |kind| store.apply(&[operation("a", kind)]).await.remove(0);
         for _ in 0..2 {
-            assert!(matches!(apply(Ask::Claim).await, Ok(Verdict::Granted(_))));
-            let rejected = apply(Ask::Reject(Effect::Unknown)).await;
+            assert!(matches!(
+                apply(OperationKind::Claim).await,
+                Ok(Verdict::Granted(_))
+            ));
+            let rejected = apply(OperationKind::Reject(Effect::Unknown)).await;
             assert!(matches!(rejected, Ok(Verdict::Applied)), "{rejected:?}");
             assert!(store.claims.is_empty());
         }

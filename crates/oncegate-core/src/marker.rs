@@ -15,8 +15,8 @@ use std::time::Duration;
 pub use attempts::Attempts;
 pub use fingerprint::Fingerprint;
 pub use operation::{
-    Ask, Change, Effect, Finding, Operation, Terms, UNKNOWN_ATTEMPT, UNRESOLVED_AT_MOST_ONCE,
-    Verdict,
+    Change, Effect, Finding, Operation, OperationKind, Terms, UNKNOWN_ATTEMPT,
+    UNRESOLVED_AT_MOST_ONCE, Verdict,
 };
 pub use token::{Token, Tokens};
 
@@ -110,7 +110,7 @@ pub enum Age {
 /// Decides how an operation changes the marker under its key, and which verdict the operation gets.
 pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     use {Change::*, Marker::*};
-    let Operation { ask, terms, .. } = operation;
+    let Operation { kind, terms, .. } = operation;
     if terms.guarantee == Guarantee::Bare {
         return apply_bare(marker, operation);
     }
@@ -126,66 +126,76 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
     let write_hold = |marker, hold: Hold| Write(marker, hold.horizon);
     // No earlier attempt may have an effect: if this one has none, no marker is needed.
     let nothing_before = |hold: &Hold| hold.attempts.number == 1 && hold.earlier == Effect::Nothing;
-    match (ask, marker) {
-        (Ask::Claim, _) => claim(marker, age, operation),
+    match (kind, marker) {
+        (OperationKind::Claim, _) => claim(marker, age, operation),
 
-        (Ask::Renew, InProgress(hold) | InDoubt(hold, _)) if is_own(&hold) => {
+        (OperationKind::Renew, InProgress(hold) | InDoubt(hold, _)) if is_own(&hold) => {
             (write_hold(marker, hold), Verdict::Applied)
         }
 
-        (Ask::Complete, InProgress(hold)) if is_own(&hold) => {
+        (OperationKind::Complete, InProgress(hold)) if is_own(&hold) => {
             (done, Verdict::Done { marker_lost: false })
         }
         // Also if another claim is in doubt: only a holder whose handler succeeded completes, and a
         // known outcome replaces an unknown one.
-        (Ask::Complete, InDoubt(..)) => (done, Verdict::Done { marker_lost: false }),
-        (Ask::Complete, Done(_)) => (Keep, Verdict::Done { marker_lost: false }),
-        (Ask::Complete, Absent | Cleared { .. }) => (done, Verdict::Done { marker_lost: true }),
+        (OperationKind::Complete, InDoubt(..)) => (done, Verdict::Done { marker_lost: false }),
+        (OperationKind::Complete, Done(_)) => (Keep, Verdict::Done { marker_lost: false }),
+        (OperationKind::Complete, Absent | Cleared { .. }) => {
+            (done, Verdict::Done { marker_lost: true })
+        }
 
-        (Ask::Clear(effect), InProgress(hold)) if is_own(&hold) => {
+        (OperationKind::Clear(effect), InProgress(hold)) if is_own(&hold) => {
             match (effect, terms.guarantee) {
                 (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Applied),
-                // Does not occur: at most once records an unknown outcome with `Ask::Doubt`.
+                // Does not occur: at most once records an unknown outcome with
+                // `OperationKind::Doubt`.
                 (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost),
                 _ => cleared(hold.attempts, hold.earlier.and(*effect)),
             }
         }
-        (Ask::Withdraw, InProgress(hold)) if is_own(&hold) && nothing_before(&hold) => {
+        (OperationKind::Withdraw, InProgress(hold)) if is_own(&hold) && nothing_before(&hold) => {
             (Delete, Verdict::Applied)
         }
-        (Ask::Withdraw, InProgress(hold)) if is_own(&hold) => {
+        (OperationKind::Withdraw, InProgress(hold)) if is_own(&hold) => {
             cleared(hold.attempts.uncounted(), hold.earlier)
         }
-        (Ask::Clear(_) | Ask::Withdraw, Absent | Cleared { .. }) => (Keep, Verdict::Applied),
-
-        (Ask::Reject(effect), InProgress(hold)) if is_own(&hold) => match (effect, terms.guarantee)
-        {
-            (_, Guarantee::AtMostOnce) => {
-                let rejected = Rejected {
-                    attempt: hold.attempts.number,
-                    fingerprint: hold.fingerprint,
-                };
-                (Write(rejected, terms.window), Verdict::Applied)
-            }
-            (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Applied),
-            _ => cleared(hold.attempts, hold.earlier.and(*effect)),
-        },
-        (Ask::Reject(_), Absent | Cleared { .. }) if terms.guarantee != Guarantee::AtMostOnce => {
+        (OperationKind::Clear(_) | OperationKind::Withdraw, Absent | Cleared { .. }) => {
             (Keep, Verdict::Applied)
         }
 
-        (Ask::Doubt, InProgress(hold) | InDoubt(hold, _)) if is_own(&hold) => (
+        (OperationKind::Reject(effect), InProgress(hold)) if is_own(&hold) => {
+            match (effect, terms.guarantee) {
+                (_, Guarantee::AtMostOnce) => {
+                    let rejected = Rejected {
+                        attempt: hold.attempts.number,
+                        fingerprint: hold.fingerprint,
+                    };
+                    (Write(rejected, terms.window), Verdict::Applied)
+                }
+                (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Applied),
+                _ => cleared(hold.attempts, hold.earlier.and(*effect)),
+            }
+        }
+        (OperationKind::Reject(_), Absent | Cleared { .. })
+            if terms.guarantee != Guarantee::AtMostOnce =>
+        {
+            (Keep, Verdict::Applied)
+        }
+
+        (OperationKind::Doubt, InProgress(hold) | InDoubt(hold, _)) if is_own(&hold) => (
             write_hold(InDoubt(hold, Doubt::Waiting), hold),
             Verdict::Applied,
         ),
-        (Ask::Doubt, Absent) => write_doubt(operation, Attempts::none_counted(operation.attempt)),
+        (OperationKind::Doubt, Absent) => {
+            write_doubt(operation, Attempts::none_counted(operation.attempt))
+        }
         // The operation arrives late or was repeated: since then, the outcome was determined, or an
         // operator freed the id.
-        (Ask::Doubt, Cleared { attempts, .. }) if operation.attempt <= attempts.base => {
+        (OperationKind::Doubt, Cleared { attempts, .. }) if operation.attempt <= attempts.base => {
             (Keep, Verdict::Lost)
         }
         // The fencing token never decreases.
-        (Ask::Doubt, Cleared { attempts, .. }) => write_doubt(
+        (OperationKind::Doubt, Cleared { attempts, .. }) => write_doubt(
             operation,
             Attempts {
                 number: attempts.number.max(operation.attempt),
@@ -193,14 +203,14 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
             },
         ),
 
-        (Ask::Resolve(Finding::Happened), InDoubt(hold, _)) if is_own(&hold) => {
+        (OperationKind::Resolve(Finding::Happened), InDoubt(hold, _)) if is_own(&hold) => {
             (done, Verdict::Done { marker_lost: false })
         }
-        (Ask::Resolve(Finding::DidNotHappen), InDoubt(hold, _)) if is_own(&hold) => {
+        (OperationKind::Resolve(Finding::DidNotHappen), InDoubt(hold, _)) if is_own(&hold) => {
             cleared(hold.attempts, Effect::Nothing)
         }
 
-        (Ask::Redrive { seen, .. } | Ask::Forget { seen }, _) => {
+        (OperationKind::Redrive { seen, .. } | OperationKind::Forget { seen }, _) => {
             free(marker, age, operation, *seen)
         }
 
@@ -208,7 +218,7 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
     }
 }
 
-/// Applies [`Ask::Claim`].
+/// Applies [`OperationKind::Claim`].
 fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     use {Change::*, Marker::*};
     let terms = &operation.terms;
@@ -283,7 +293,7 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     }
 }
 
-/// Applies [`Ask::Redrive`] or [`Ask::Forget`].
+/// Applies [`OperationKind::Redrive`] or [`OperationKind::Forget`].
 fn free(marker: Marker, age: Age, operation: &Operation, seen: Marker) -> (Change, Verdict) {
     let in_progress = matches!(marker, Marker::InProgress(hold) if !lease_has_ended(&hold, age));
     match freed(operation) {
@@ -297,23 +307,25 @@ fn free(marker: Marker, age: Age, operation: &Operation, seen: Marker) -> (Chang
     }
 }
 
-/// The marker after [`Ask::Redrive`] or [`Ask::Forget`]: it keeps the attempt number, and no
-/// attempt counts towards `max_attempts`. `None` for any other operation, and for a marker that the
-/// operation does not free.
+/// The marker after [`OperationKind::Redrive`] or [`OperationKind::Forget`]: it keeps the attempt
+/// number, and no attempt counts towards `max_attempts`. `None` for any other operation, and for a
+/// marker that the operation does not free.
 pub fn freed(operation: &Operation) -> Option<Marker> {
     use Marker::*;
     let free = |number: u32, effect| {
         let attempts = Attempts::none_counted(number.max(operation.attempt));
         Some(Cleared { attempts, effect })
     };
-    match (operation.ask, operation.terms.guarantee) {
-        (Ask::Redrive { .. } | Ask::Forget { .. }, Guarantee::Bare) => Some(Absent), // deletes any marker
-        (Ask::Forget { seen: Done(_) }, _) if operation.attempt == 0 => {
+    match (operation.kind, operation.terms.guarantee) {
+        (OperationKind::Redrive { .. } | OperationKind::Forget { .. }, Guarantee::Bare) => {
+            Some(Absent)
+        } // deletes any marker
+        (OperationKind::Forget { seen: Done(_) }, _) if operation.attempt == 0 => {
             free(UNKNOWN_ATTEMPT, Effect::Nothing)
         }
-        (Ask::Forget { seen: Done(_) }, _) => free(0, Effect::Nothing),
+        (OperationKind::Forget { seen: Done(_) }, _) => free(0, Effect::Nothing),
         (
-            Ask::Redrive {
+            OperationKind::Redrive {
                 seen,
                 effect: stated,
             },
@@ -351,14 +363,14 @@ fn lease_has_ended(hold: &Hold, age: Age) -> bool {
 /// Applies an operation with [`Guarantee::Bare`]: a claim writes a done marker, any failure deletes
 /// it.
 fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
-    match (operation.ask, marker) {
-        (Ask::Claim, Marker::Absent) => (
+    match (operation.kind, marker) {
+        (OperationKind::Claim, Marker::Absent) => (
             Change::Write(Marker::Done(None), operation.terms.window),
             Verdict::Granted(Attempts::new(1)),
         ),
-        (Ask::Claim, _) => (Change::Keep, Verdict::Duplicate),
-        (Ask::Renew, _) => (Change::Keep, Verdict::Applied),
-        (Ask::Complete, _) => (Change::Keep, Verdict::Done { marker_lost: false }),
+        (OperationKind::Claim, _) => (Change::Keep, Verdict::Duplicate),
+        (OperationKind::Renew, _) => (Change::Keep, Verdict::Applied),
+        (OperationKind::Complete, _) => (Change::Keep, Verdict::Done { marker_lost: false }),
         // All operations that report a failure or free the id.
         _ => (Change::Delete, Verdict::Applied),
     }

@@ -370,8 +370,8 @@ impl Settings {
     }
 
     /// How long a delivery may stay unsettled: see
-    /// [`Builder::longest_open`](crate::Builder::longest_open).
-    pub(crate) fn longest_open(&self) -> Duration {
+    /// [`Builder::max_unsettled_time`](crate::Builder::max_unsettled_time).
+    pub(crate) fn max_unsettled_time(&self) -> Duration {
         let retries = if self.guarantee == Guarantee::Bare {
             0
         } else {
@@ -429,10 +429,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn longest_open_is_two_leases_and_all_inline_retries() {
+    fn max_unsettled_time_is_two_leases_and_all_inline_retries() {
         let settings = Settings::default();
         assert_eq!(
-            settings.longest_open(),
+            settings.max_unsettled_time(),
             Duration::from_secs(2 * 30 + 4 * (300 + 10))
         );
         let bare = Settings {
@@ -440,7 +440,7 @@ mod tests {
             ..settings.clone()
         };
         assert_eq!(
-            bare.longest_open(),
+            bare.max_unsettled_time(),
             Duration::from_secs(2 * 30 + 310),
             "the bare gate has no inline retries"
         );
@@ -449,6 +449,6 @@ mod tests {
             handler_timeout: MAX_DURATION,
             ..settings
         };
-        assert!(longest.longest_open() >= MAX_DURATION);
+        assert!(longest.max_unsettled_time() >= MAX_DURATION);
     }
 }

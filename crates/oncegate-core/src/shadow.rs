@@ -10,7 +10,7 @@ use crate::internal::Lock;
 use async_trait::async_trait;
 use metrics::{Counter, counter};
 
-use crate::marker::{Ask, Attempts, Guarantee, Operation, Token, Verdict};
+use crate::marker::{Attempts, Guarantee, Operation, OperationKind, Token, Verdict};
 use crate::metric;
 use crate::store::{Persistence, Store, StoreError};
 
@@ -53,17 +53,17 @@ pub struct ShadowReport(Arc<ShadowCounts>);
 #[non_exhaustive]
 pub enum ShadowOutcome {
     /// The message was handled before, and is handled again.
-    Accept,
+    Duplicate,
     /// Another run of the same id was in progress: both run at the same time.
-    Wait,
+    Busy,
     /// An earlier run was interrupted, and it is unknown whether it had its effect.
-    Doubt,
+    InDoubt,
     /// The id was used before for another body: it would have been dead-lettered.
     Conflict,
     /// The message was dead-lettered before.
-    Reject,
+    Rejected,
     /// The store was unavailable: the consumer would have waited.
-    Pause,
+    StoreUnavailable,
 }
 
 /// How long the `Shadow` sends no operations to the store after an operation without an answer, so
@@ -90,34 +90,34 @@ struct ShadowCounts {
 impl ShadowOutcome {
     /// All outcomes, in the order of the enum.
     const ALL: [Self; 6] = [
-        Self::Accept,
-        Self::Wait,
-        Self::Doubt,
+        Self::Duplicate,
+        Self::Busy,
+        Self::InDoubt,
         Self::Conflict,
-        Self::Reject,
-        Self::Pause,
+        Self::Rejected,
+        Self::StoreUnavailable,
     ];
 
     /// The outcome as one word: the value of the metric's label `outcome`.
     pub fn as_str(self) -> &'static str {
         match self {
-            Self::Accept => "accept",
-            Self::Wait => "wait",
-            Self::Doubt => "doubt",
+            Self::Duplicate => "accept",
+            Self::Busy => "wait",
+            Self::InDoubt => "doubt",
             Self::Conflict => "conflict",
-            Self::Reject => "reject",
-            Self::Pause => "pause",
+            Self::Rejected => "reject",
+            Self::StoreUnavailable => "pause",
         }
     }
 
     fn description(self) -> &'static str {
         match self {
-            Self::Accept => "handled before, handled again",
-            Self::Wait => "handled while another run of the same id was in progress",
-            Self::Doubt => "handled though the outcome of an earlier run is unknown",
+            Self::Duplicate => "handled before, handled again",
+            Self::Busy => "handled while another run of the same id was in progress",
+            Self::InDoubt => "handled though the outcome of an earlier run is unknown",
             Self::Conflict => "handled though the id was used for another body",
-            Self::Reject => "handled though it was dead-lettered before",
-            Self::Pause => "handled though the store did not answer",
+            Self::Rejected => "handled though it was dead-lettered before",
+            Self::StoreUnavailable => "handled though the store did not answer",
         }
     }
 }
@@ -282,14 +282,14 @@ impl ShadowShared {
     /// `answer` is `None` for an operation that was not sent to the store, and `Some(None)` for one
     /// that the store did not answer.
     fn verdict(&self, operation: &Operation, answer: Option<Option<Verdict>>) -> Verdict {
-        if let Ask::Claim = operation.ask {
+        if let OperationKind::Claim = operation.kind {
             return self.granted(operation, answer.flatten());
         }
-        if answer.is_none() && operation.ask != Ask::Renew {
+        if answer.is_none() && operation.kind != OperationKind::Renew {
             self.ungranted_tokens().remove(&operation.token);
         }
-        match operation.ask {
-            Ask::Complete => Verdict::Done { marker_lost: false },
+        match operation.kind {
+            OperationKind::Complete => Verdict::Done { marker_lost: false },
             _ => Verdict::Applied,
         }
     }
@@ -301,16 +301,16 @@ impl ShadowShared {
             Some(granted @ Verdict::Granted(_)) => return granted,
             // The store granted this claim in doubt, so it accepts operations with its token.
             Some(Verdict::InDoubt(attempts)) => {
-                self.count(ShadowOutcome::Doubt);
+                self.count(ShadowOutcome::InDoubt);
                 return Verdict::Granted(attempts);
             }
-            Some(Verdict::Busy { .. }) => ShadowOutcome::Wait,
+            Some(Verdict::Busy { .. }) => ShadowOutcome::Busy,
             Some(Verdict::Conflict) => ShadowOutcome::Conflict,
-            Some(Verdict::Rejected { .. }) => ShadowOutcome::Reject,
+            Some(Verdict::Rejected { .. }) => ShadowOutcome::Rejected,
             Some(Verdict::Duplicate | Verdict::Applied | Verdict::Done { .. } | Verdict::Lost) => {
-                ShadowOutcome::Accept
+                ShadowOutcome::Duplicate
             }
-            None => ShadowOutcome::Pause,
+            None => ShadowOutcome::StoreUnavailable,
         };
         self.count(outcome);
         self.ungranted_tokens().insert(operation.token);

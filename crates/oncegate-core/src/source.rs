@@ -180,11 +180,11 @@ pub struct ConnectOptions {
     /// The order that the user set. With [`Order::ByKey`] or [`Order::ByPartition`], a source must
     /// not reorder released messages.
     pub order: Option<Order>,
-    /// How long a delivery may stay unsettled, [`Builder::longest_open`]. A source whose broker has
-    /// a lower limit logs a warning.
+    /// How long a delivery may stay unsettled, [`Builder::max_unsettled_time`]. A source whose
+    /// broker has a lower limit logs a warning.
     ///
-    /// [`Builder::longest_open`]: crate::Builder::longest_open
-    pub longest_open: Option<Duration>,
+    /// [`Builder::max_unsettled_time`]: crate::Builder::max_unsettled_time
+    pub max_unsettled_time: Option<Duration>,
     /// From where ids are read, for the log lines of messages that the source rejects by itself.
     pub id: Option<IdSource>,
 }
@@ -336,9 +336,9 @@ pub struct FailureHistory {
     /// How many leases ended without a recorded outcome: the process crashed, or lost its
     /// connection to the store.
     pub crashes: u32,
-    /// The highest known attempt number (fencing token) of the id; 0 if no attempt was granted. The
-    /// attempts after a redrive have higher numbers.
-    pub fence: u32,
+    /// The number of the last attempt of the id, which is its fencing token: the highest known one;
+    /// 0 if no attempt was granted. The attempts after a redrive have higher numbers.
+    pub last_attempt: u32,
     /// The first error, cut to 1,000 characters.
     pub first_error: Option<String>,
     /// The last error, cut to 1,000 characters.
@@ -408,8 +408,9 @@ pub mod headers {
     /// How many leases ended without a recorded outcome: the process crashed, or lost its
     /// connection to the store; left out if it is 0.
     pub const CRASHES: &str = "oncegate-crashes";
-    /// The highest known attempt number of the id; left out if no attempt was granted.
-    pub const FENCE: &str = "oncegate-fence";
+    /// The number of the last attempt of the id, which is its fencing token: the highest known
+    /// one; left out if no attempt was granted.
+    pub const LAST_ATTEMPT: &str = "oncegate-last-attempt";
     /// The first error.
     pub const FIRST_ERROR: &str = "oncegate-first-error";
     /// The last error.
@@ -470,9 +471,12 @@ pub fn rejection_headers(
         (failure_history.crashes > 0)
             .then(|| (headers::CRASHES, failure_history.crashes.to_string())),
     );
-    added.extend(
-        (failure_history.fence > 0).then(|| (headers::FENCE, failure_history.fence.to_string())),
-    );
+    added.extend((failure_history.last_attempt > 0).then(|| {
+        (
+            headers::LAST_ATTEMPT,
+            failure_history.last_attempt.to_string(),
+        )
+    }));
     added.extend(failure_history.id.map(|id| (headers::ID, id)));
     added.extend(
         failure_history

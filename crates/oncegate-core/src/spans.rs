@@ -9,7 +9,7 @@ use tracing::{Span, debug_span};
 use crate::context::{Context, SharedDelivery};
 use crate::id::MessageId;
 use crate::lifecycle::Settlement;
-use crate::marker::Ask;
+use crate::marker::OperationKind;
 use crate::message::{Message, Position};
 use crate::source::Delivery;
 
@@ -201,7 +201,7 @@ fn join_trace(span: &Span, message: &Message, link: TraceLink) {
 /// With a delivery, the span refers to the producer's trace as the span of a run does, even for a
 /// duplicate, which is known only after the answer.
 pub(crate) fn operation(
-    ask: &Ask,
+    kind: &OperationKind,
     id: Option<&MessageId>,
     attempt: u32,
     delivery: Option<&SharedDelivery>,
@@ -216,17 +216,17 @@ pub(crate) fn operation(
             )
         };
     }
-    let span = match ask {
-        Ask::Claim => span!("oncegate.claim"),
-        Ask::Renew => span!("oncegate.renew"),
-        Ask::Complete => span!("oncegate.complete"),
-        Ask::Clear(_) => span!("oncegate.clear"),
-        Ask::Withdraw => span!("oncegate.withdraw"),
-        Ask::Reject(_) => span!("oncegate.reject"),
-        Ask::Doubt => span!("oncegate.doubt"),
-        Ask::Resolve(_) => span!("oncegate.resolve"),
-        Ask::Redrive { .. } => span!("oncegate.redrive"),
-        Ask::Forget { .. } => span!("oncegate.forget"),
+    let span = match kind {
+        OperationKind::Claim => span!("oncegate.claim"),
+        OperationKind::Renew => span!("oncegate.renew"),
+        OperationKind::Complete => span!("oncegate.complete"),
+        OperationKind::Clear(_) => span!("oncegate.clear"),
+        OperationKind::Withdraw => span!("oncegate.withdraw"),
+        OperationKind::Reject(_) => span!("oncegate.reject"),
+        OperationKind::Doubt => span!("oncegate.doubt"),
+        OperationKind::Resolve(_) => span!("oncegate.resolve"),
+        OperationKind::Redrive { .. } => span!("oncegate.redrive"),
+        OperationKind::Forget { .. } => span!("oncegate.forget"),
     };
     if let Some(delivery) = delivery {
         join_trace(

@@ -40,7 +40,7 @@ pub struct ConsumerStatus(Arc<Lock<StatusData>>);
 #[derive(Default)]
 pub(crate) struct StatusData {
     pub(crate) in_flight: usize,
-    pub(crate) waiting: usize,
+    pub(crate) queued: usize,
     /// Suspects that run or wait in isolation.
     pub(crate) isolated: usize,
     /// The oldest deliveries with their times of receipt, the oldest first.
@@ -54,9 +54,9 @@ pub(crate) struct StatusData {
 pub struct ConsumerSnapshot {
     /// Deliveries in flight: claimed, handled, or being recorded.
     pub in_flight: usize,
-    /// Queued deliveries: behind another of their key or partition, or backing off after a failed
-    /// attempt.
-    pub waiting: usize,
+    /// Deliveries that wait behind another of their key or partition, or for the end of their
+    /// backoff after a failed attempt.
+    pub queued: usize,
     /// Deliveries that run apart from all others, or wait for that, because processes crashed while
     /// they handled these messages: above 0, a crash loop is possible.
     pub isolated: usize,
@@ -75,7 +75,7 @@ pub struct InFlightDelivery {
     /// The topic or queue, and on Kafka the partition and the offset.
     pub origin: Origin,
     /// How long ago it was received.
-    pub since: Duration,
+    pub elapsed: Duration,
     /// What it waits for.
     pub state: DeliveryState,
     /// The number of the attempt, from 1; 0 before its claim is granted.
@@ -153,19 +153,19 @@ impl ConsumerStatus {
     /// consumers share it, the one that published last.
     pub fn snapshot(&self) -> ConsumerSnapshot {
         let (data, now) = (self.lock(), now());
-        let since = |arrived: &Instant| now.saturating_duration_since(*arrived);
+        let elapsed_since = |arrived: &Instant| now.saturating_duration_since(*arrived);
         let oldest = data
             .oldest
             .iter()
             .map(|(arrived, delivery)| InFlightDelivery {
-                since: since(arrived),
+                elapsed: elapsed_since(arrived),
                 ..delivery.clone()
             })
             .collect();
         let store = data.store.as_ref().map(|health| health.snapshot(now));
         ConsumerSnapshot {
             in_flight: data.in_flight,
-            waiting: data.waiting,
+            queued: data.queued,
             isolated: data.isolated,
             oldest,
             store,
@@ -177,7 +177,7 @@ impl ConsumerStatus {
     pub(crate) fn publish<T>(
         &self,
         in_flight: usize,
-        waiting: usize,
+        queued: usize,
         isolated: usize,
         mut all: Vec<(Instant, T)>,
         describe: impl Fn(T) -> Option<InFlightDelivery>,
@@ -189,7 +189,7 @@ impl ConsumerStatus {
             .filter_map(|(arrived, delivery)| Some((arrived, describe(delivery)?)))
             .collect();
         let mut data = self.lock();
-        (data.in_flight, data.waiting) = (in_flight, waiting);
+        (data.in_flight, data.queued) = (in_flight, queued);
         (data.isolated, data.oldest) = (isolated, oldest);
     }
 
@@ -241,7 +241,12 @@ impl fmt::Display for InFlightDelivery {
         if let Position::Offset { partition, offset } = self.origin.position {
             write!(f, "/{partition} at {offset}")?;
         }
-        write!(f, ": {} for {}s", self.state.as_str(), self.since.as_secs())?;
+        write!(
+            f,
+            ": {} for {}s",
+            self.state.as_str(),
+            self.elapsed.as_secs()
+        )?;
         if self.attempt > 0 {
             write!(f, ", attempt {}", self.attempt)?;
         }

@@ -33,7 +33,7 @@ pub enum StoreState {
     /// as deliveries wait for the store.
     Unavailable {
         /// How long ago the first unanswered batch failed.
-        since: Duration,
+        elapsed: Duration,
     },
 }
 
@@ -42,7 +42,7 @@ pub enum StoreState {
 #[non_exhaustive]
 pub struct LastStoreError {
     /// How long ago it occurred.
-    pub since: Duration,
+    pub elapsed: Duration,
     /// The text of the error, as in the log.
     pub text: String,
 }
@@ -86,7 +86,7 @@ impl StoreHealth {
         let elapsed_since = |at: Instant| now.saturating_duration_since(at);
         let state = match (self.unavailable_since, self.answered) {
             (Some(since), _) => StoreState::Unavailable {
-                since: elapsed_since(since),
+                elapsed: elapsed_since(since),
             },
             (None, Some(last)) => StoreState::Available {
                 last_answer: elapsed_since(last),
@@ -94,7 +94,7 @@ impl StoreHealth {
             (None, None) => StoreState::Unused,
         };
         let last_error = self.error.as_ref().map(|(at, text)| LastStoreError {
-            since: elapsed_since(*at),
+            elapsed: elapsed_since(*at),
             text: text.clone(),
         });
         StoreSnapshot {

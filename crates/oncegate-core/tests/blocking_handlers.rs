@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Effect, Operation, Verdict};
+use oncegate_core::marker::{Effect, Operation, OperationKind, Verdict};
 use oncegate_core::*;
 
 /// The timeout of each step, long enough for a busy machine.
@@ -63,7 +63,7 @@ impl Store for NoRenewalOfTheFirst {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         if operations
             .iter()
-            .any(|operation| operation.ask == Ask::Renew && operation.attempt == 1)
+            .any(|operation| operation.kind == OperationKind::Renew && operation.attempt == 1)
         {
             return operations
                 .iter()
@@ -208,7 +208,7 @@ impl Store for RenewsOnlyBlocks {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let mut answers = self.0.apply(operations).await;
         for (operation, answer) in operations.iter().zip(&mut answers) {
-            if operation.ask == Ask::Renew && operation.key.as_str() != "blocks" {
+            if operation.kind == OperationKind::Renew && operation.key.as_str() != "blocks" {
                 *answer = Err(StoreError::Unknown("lost by the test".into()));
             }
         }
@@ -261,11 +261,15 @@ impl Store for LosesFirstClaim {
         let Self(store, events) = self;
         let (mut operations, mut lost) = (operations.to_vec(), None);
         for (index, operation) in operations.iter_mut().enumerate() {
-            match operation.ask {
-                Ask::Claim if operation.key.as_str() == "first" => events.record("claimed"),
-                Ask::Complete if operation.key.as_str() == "first" && events.count("lost") == 0 => {
+            match operation.kind {
+                OperationKind::Claim if operation.key.as_str() == "first" => {
+                    events.record("claimed")
+                }
+                OperationKind::Complete
+                    if operation.key.as_str() == "first" && events.count("lost") == 0 =>
+                {
                     events.record("lost");
-                    operation.ask = Ask::Clear(Effect::Nothing);
+                    operation.kind = OperationKind::Clear(Effect::Nothing);
                     lost = Some(index);
                 }
                 _ => {}

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
-use oncegate_core::marker::{Ask, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{Marker, Operation, OperationKind, Terms, Token, Verdict};
 use oncegate_core::*;
 use tokio::sync::Notify;
 
@@ -651,7 +651,7 @@ impl Store for LostReplies {
         self.claims.fetch_add(
             operations
                 .iter()
-                .filter(|operation| operation.ask == Ask::Claim)
+                .filter(|operation| operation.kind == OperationKind::Claim)
                 .count() as u32,
             Ordering::Relaxed,
         );
@@ -758,7 +758,7 @@ async fn a_full_consumer_releases_revoked_deliveries() {
     let key = Key::new(&MessageId::new("id").expect("an id"));
     let claim_of_another_holder = Operation {
         key,
-        ask: Ask::Claim,
+        kind: OperationKind::Claim,
         token: Token(1),
         attempt: 0,
         terms,

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::lifecycle::Reason;
-use oncegate_core::marker::{Ask, Attempts, Doubt, Effect, Marker, Operation, Verdict};
+use oncegate_core::marker::{Attempts, Doubt, Effect, Marker, Operation, OperationKind, Verdict};
 use oncegate_core::*;
 use tokio::sync::Notify;
 
@@ -303,7 +303,9 @@ struct FaultyStore {
 #[async_trait]
 impl Store for FaultyStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        let records = |operation: &Operation| !matches!(operation.ask, Ask::Claim | Ask::Renew);
+        let records = |operation: &Operation| {
+            !matches!(operation.kind, OperationKind::Claim | OperationKind::Renew)
+        };
         let answers = self.store.apply(operations).await;
         if !operations.iter().any(records) {
             return answers;

@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::lifecycle::Reason;
-use oncegate_core::marker::{Ask, Attempts, Effect, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{
+    Attempts, Effect, Marker, Operation, OperationKind, Terms, Token, Verdict,
+};
 use oncegate_core::*;
 
 const fn ms(n: u64) -> Duration {
@@ -170,9 +172,9 @@ fn broker_with_one_message() -> MemoryBroker {
 async fn a_run_without_the_gate_ignores_the_lease_of_an_earlier_grant() {
     let (broker, handler) = (broker_with_one_message(), Slow::default());
     // The grant arrives after its lease has ended, and the store is unavailable for the next claim.
-    let store = FaultyStore::new(|operation, call| match (operation.ask, call) {
-        (Ask::Claim, 0) => Fault::Late(ms(600)),
-        (Ask::Renew, _) => Fault::None,
+    let store = FaultyStore::new(|operation, call| match (operation.kind, call) {
+        (OperationKind::Claim, 0) => Fault::Late(ms(600)),
+        (OperationKind::Renew, _) => Fault::None,
         _ => Fault::Unavailable,
     });
     let all = broker.clone();
@@ -190,7 +192,7 @@ async fn a_run_without_the_gate_ignores_the_lease_of_an_earlier_grant() {
 async fn a_run_without_the_gate_is_recorded_when_the_store_is_available_again() {
     let (broker, handler) = (broker_with_one_message(), Slow::default());
     let store = FaultyStore::new(|operation, call| {
-        if operation.ask == Ask::Claim && call == 0 {
+        if operation.kind == OperationKind::Claim && call == 0 {
             Fault::ReplyLost
         } else {
             Fault::None
@@ -223,7 +225,7 @@ async fn a_duplicate_of_a_run_without_the_gate_does_not_run_after_the_outage() {
     );
     let store = FaultyStore::new(|operation, call| match operation.key.as_str() {
         "a" if call == 0 => Fault::Unavailable,
-        "slow" if operation.ask == Ask::Claim => Fault::Late(ms(800)),
+        "slow" if operation.kind == OperationKind::Claim => Fault::Late(ms(800)),
         _ => Fault::None,
     });
     let (all, markers) = (broker.clone(), store.store.clone());
@@ -285,7 +287,7 @@ async fn an_unavailable_store_gets_few_requests_a_second() {
 async fn every_handler_is_dropped_at_the_end_of_its_lease_while_the_store_hangs() {
     let broker = broker((0..2000).map(|id| id.to_string()));
     let store = FaultyStore::new(|operation, _| {
-        if operation.ask == Ask::Renew {
+        if operation.kind == OperationKind::Renew {
             Fault::Hangs
         } else {
             Fault::None
@@ -319,8 +321,8 @@ async fn every_handler_is_dropped_at_the_end_of_its_lease_while_the_store_hangs(
 #[tokio::test(flavor = "multi_thread")]
 async fn renewals_continue_after_a_panic_of_the_store() {
     let (broker, panicked) = (broker_with_one_message(), AtomicBool::new(false));
-    let store = FaultyStore::new(move |operation, _| match operation.ask {
-        Ask::Renew if !panicked.swap(true, Ordering::Relaxed) => Fault::Panics,
+    let store = FaultyStore::new(move |operation, _| match operation.kind {
+        OperationKind::Renew if !panicked.swap(true, Ordering::Relaxed) => Fault::Panics,
         _ => Fault::None,
     });
     let handler = Slow {
@@ -573,7 +575,7 @@ impl Store for LosesMarkerOnce {
         let mut answers = Vec::new();
         for operation in operations {
             let is_lost = operation.key == key("a")
-                && operation.ask == Ask::Complete
+                && operation.kind == OperationKind::Complete
                 && !self.lost.swap(true, Ordering::Relaxed);
             if !is_lost {
                 answers.append(&mut self.store.apply(std::slice::from_ref(operation)).await);
@@ -581,7 +583,7 @@ impl Store for LosesMarkerOnce {
             }
             self.store
                 .apply(&[Operation {
-                    ask: Ask::Clear(Effect::Nothing),
+                    kind: OperationKind::Clear(Effect::Nothing),
                     ..operation.clone()
                 }])
                 .await;
@@ -597,7 +599,7 @@ async fn an_adaptive_lease_depends_on_the_duration_of_handlers() {
     let leases = Arc::new(Mutex::new(Vec::new()));
     let asked = leases.clone();
     let store = FaultyStore::new(move |operation, _| {
-        if operation.ask == Ask::Claim {
+        if operation.kind == OperationKind::Claim {
             asked.lock().expect("no panic").push(operation.terms.lease);
         }
         Fault::None
@@ -669,7 +671,7 @@ async fn waiting_for_isolation_does_not_shorten_the_time_for_a_run() {
         };
         let claim = Operation {
             key: key(id),
-            ask: Ask::Claim,
+            kind: OperationKind::Claim,
             token: Token(7),
             attempt: 0,
             terms,

@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use oncegate_core::marker::{Ask, Doubt, Effect, Marker, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{
+    Doubt, Effect, Marker, Operation, OperationKind, Terms, Token, Verdict,
+};
 use oncegate_core::*;
 
 async fn gate(guarantee: Guarantee) -> Gate {
@@ -142,14 +144,14 @@ async fn an_id_in_doubt_is_an_error_for_each_caller_and_can_be_resolved_at_once(
         window: Duration::from_secs(60),
         fingerprint: None,
     };
-    let ask = Ask::Redrive {
+    let kind = OperationKind::Redrive {
         seen,
         effect: Effect::Nothing,
     };
     let answers = store
         .apply(&[Operation {
             key,
-            ask,
+            kind,
             token: Token(1),
             attempt: 0,
             terms,

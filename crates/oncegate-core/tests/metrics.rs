@@ -102,7 +102,7 @@ async fn gauges_counters_and_durations_are_recorded() {
     let mut while_waiting = HashMap::new();
     let shutdown = async {
         let two_run = async {
-            while !(status.snapshot().in_flight == 2 && status.snapshot().waiting == 1) {
+            while !(status.snapshot().in_flight == 2 && status.snapshot().queued == 1) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };

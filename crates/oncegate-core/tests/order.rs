@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::lifecycle::Settlement;
-use oncegate_core::marker::{Ask, Operation, Terms, Token};
+use oncegate_core::marker::{Operation, OperationKind, Terms, Token};
 use oncegate_core::*;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -151,7 +151,7 @@ async fn a_delivery_that_waits_for_another_holder_is_not_overtaken_by_others_of_
     store
         .apply(&[Operation {
             key: held,
-            ask: Ask::Claim,
+            kind: OperationKind::Claim,
             token: Token(1),
             attempt: 0,
             terms,

@@ -82,7 +82,7 @@ async fn every_message_is_handled_and_the_report_counts_those_that_a_gate_would_
     assert_eq!(
         (
             report.claims(),
-            report.count(ShadowOutcome::Accept),
+            report.count(ShadowOutcome::Duplicate),
             report.count(ShadowOutcome::Conflict)
         ),
         (7, 2, 1)
@@ -146,7 +146,7 @@ async fn no_message_waits_for_an_unavailable_store() {
         handle(Shadow::new(store.clone(), report.clone()), &messages).await,
         (200, 0)
     );
-    assert_eq!(report.count(ShadowOutcome::Pause), 200);
+    assert_eq!(report.count(ShadowOutcome::StoreUnavailable), 200);
     assert!(
         store.0.load(Ordering::SeqCst) < 100,
         "a request for each message"

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{Operation, OperationKind, Terms, Token, Verdict};
 use oncegate_core::*;
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -32,7 +32,7 @@ impl Store for NoRenewals {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let mut answers = self.0.apply(operations).await;
         for (operation, answer) in operations.iter().zip(&mut answers) {
-            if operation.ask == Ask::Renew {
+            if operation.kind == OperationKind::Renew {
                 *answer = Ok(Verdict::Lost);
             }
         }
@@ -60,7 +60,7 @@ impl Handler for Reconciling {
 async fn claim_without_end(store: &MemoryStore, id: &str, token: u128, lease: Duration) {
     let claim = Operation {
         key: Key::new(&MessageId::new(id).expect("an id")),
-        ask: Ask::Claim,
+        kind: OperationKind::Claim,
         token: Token(token),
         attempt: 0,
         terms: Terms {

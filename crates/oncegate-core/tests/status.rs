@@ -97,7 +97,7 @@ async fn deliveries_are_listed_with_their_origin_state_and_attempt() {
             Some((DeliveryState::Waiting, 0))
         );
         assert_eq!(
-            (state_of(&first, "done"), first.in_flight, first.waiting),
+            (state_of(&first, "done"), first.in_flight, first.queued),
             (None, 1, 2)
         );
         let shown = first.oldest[0].to_string();
@@ -113,7 +113,7 @@ async fn deliveries_are_listed_with_their_origin_state_and_attempt() {
             snapshot
                 .oldest
                 .first()
-                .is_some_and(|delivery| delivery.since >= Duration::from_millis(1200))
+                .is_some_and(|delivery| delivery.elapsed >= Duration::from_millis(1200))
         })
         .await;
         assert_eq!(
@@ -124,13 +124,13 @@ async fn deliveries_are_listed_with_their_origin_state_and_attempt() {
             older
                 .oldest
                 .windows(2)
-                .all(|two| two[0].since >= two[1].since),
+                .all(|two| two[0].elapsed >= two[1].elapsed),
             "{older:?}"
         );
 
         permits.add_permits(1);
         until(&seen, |snapshot| {
-            snapshot.in_flight == 0 && snapshot.waiting == 1
+            snapshot.in_flight == 0 && snapshot.queued == 1
         })
         .await;
     };
@@ -164,7 +164,7 @@ async fn the_oldest_deliveries_are_listed_and_the_others_counted() {
         })
         .status(status.clone());
     let shutdown = async {
-        let reported = until(&status, |snapshot| snapshot.waiting == 299).await;
+        let reported = until(&status, |snapshot| snapshot.queued == 299).await;
         assert_eq!((reported.in_flight, reported.oldest.len()), (1, 20));
         let ids: Vec<_> = reported
             .oldest

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
-use oncegate_core::marker::{Ask, Operation, Verdict};
+use oncegate_core::marker::{Operation, OperationKind, Verdict};
 use oncegate_core::*;
 use tokio::sync::Notify;
 use tracing_subscriber::fmt::MakeWriter;
@@ -32,10 +32,12 @@ impl Store for SharedStore {
         for operation in operations {
             let key = operation.key.as_str();
             let is_unreadable = key.starts_with("unreadable")
-                || key.starts_with("overwritten") && operation.ask != Ask::Claim;
+                || key.starts_with("overwritten") && operation.kind != OperationKind::Claim;
             answers.push(if self.refuses.load(Ordering::SeqCst) {
-                self.refused_claims
-                    .fetch_add(u32::from(operation.ask == Ask::Claim), Ordering::SeqCst);
+                self.refused_claims.fetch_add(
+                    u32::from(operation.kind == OperationKind::Claim),
+                    Ordering::SeqCst,
+                );
                 Err(StoreError::Misconfigured(
                     "NOPERM: let the user run SET".into(),
                 ))

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
-use oncegate_core::marker::{Ask, Operation, Terms, Token};
+use oncegate_core::marker::{Operation, OperationKind, Terms, Token};
 use oncegate_core::*;
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -152,10 +152,9 @@ async fn the_dead_letter_of_a_duplicate_has_the_attempt_number_of_the_rejected_m
         .map(|dead_letter| {
             (
                 dead_letter.reason,
-                dead_letter
-                    .failure_history
-                    .as_ref()
-                    .map(|failure_history| (failure_history.attempts, failure_history.fence)),
+                dead_letter.failure_history.as_ref().map(|failure_history| {
+                    (failure_history.attempts, failure_history.last_attempt)
+                }),
             )
         })
         .collect();
@@ -183,9 +182,9 @@ async fn the_log_says_where_the_cause_of_an_interrupted_message_is() {
     tracing::callsite::rebuild_interest_cache();
     let fixture = Fixture::new();
     let (id, first) = (MessageId::new("a").expect("an id"), Token(1));
-    let operation = |ask, attempt| Operation {
+    let operation = |kind, attempt| Operation {
         key: Key::new(&id),
-        ask,
+        kind,
         token: first,
         attempt,
         terms: Terms {
@@ -196,7 +195,10 @@ async fn the_log_says_where_the_cause_of_an_interrupted_message_is() {
         },
     };
     // Another process reported the doubt, and ended before it reconciled.
-    for operation in [operation(Ask::Claim, 0), operation(Ask::Doubt, 1)] {
+    for operation in [
+        operation(OperationKind::Claim, 0),
+        operation(OperationKind::Doubt, 1),
+    ] {
         fixture.store.apply(&[operation]).await[0]
             .as_ref()
             .expect("a verdict");

@@ -98,7 +98,7 @@ pub struct Blocker {
     /// its id.
     pub offset: i64,
     /// For how long it has blocked commits.
-    pub since: Duration,
+    pub blocked_for: Duration,
     /// The step that the message waits for.
     pub blocked_by: BlockedBy,
 }
@@ -131,12 +131,12 @@ impl fmt::Display for PartitionStatus {
         match self.blocker {
             Some(Blocker {
                 offset,
-                since,
+                blocked_for,
                 blocked_by,
             }) => write!(
                 f,
                 ", blocked by {offset} for {}s ({blocked_by:?})",
-                since.as_secs()
+                blocked_for.as_secs()
             ),
             None => Ok(()),
         }

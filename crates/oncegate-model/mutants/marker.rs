@@ -2,8 +2,8 @@
 //! one sentence.
 
 use oncegate_core::marker::{
-    Age, Ask, Attempts, Change, Doubt, Effect, Finding, Guarantee, Hold, Marker, Operation,
-    Verdict, apply,
+    Age, Attempts, Change, Doubt, Effect, Finding, Guarantee, Hold, Marker, Operation,
+    OperationKind, Verdict, apply,
 };
 
 /// The change of the store, and its verdict.
@@ -34,8 +34,8 @@ fn with_written(answer: Answer, write: impl FnOnce(Marker) -> Marker) -> Answer 
 pub(crate) fn compares_only_tokens(marker: Marker, age: Age, operation: &Operation) -> Answer {
     let same_token = matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == operation.token);
     let is_by_holder = !matches!(
-        operation.ask,
-        Ask::Claim | Ask::Redrive { .. } | Ask::Forget { .. }
+        operation.kind,
+        OperationKind::Claim | OperationKind::Redrive { .. } | OperationKind::Forget { .. }
     );
     if same_token && is_by_holder {
         return apply(marker, age, &by_holder(&marker, operation));
@@ -44,8 +44,8 @@ pub(crate) fn compares_only_tokens(marker: Marker, age: Age, operation: &Operati
 }
 
 pub(crate) fn clears_without_comparing(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match (operation.ask, marker) {
-        (Ask::Clear(_), Marker::InProgress(_)) => {
+    match (operation.kind, marker) {
+        (OperationKind::Clear(_), Marker::InProgress(_)) => {
             apply(marker, age, &by_holder(&marker, operation))
         }
         _ => apply(marker, age, operation),
@@ -57,8 +57,8 @@ pub(crate) fn resolves_without_comparing(
     age: Age,
     operation: &Operation,
 ) -> Answer {
-    match (operation.ask, marker) {
-        (Ask::Resolve(Finding::DidNotHappen), Marker::InDoubt(..)) => {
+    match (operation.kind, marker) {
+        (OperationKind::Resolve(Finding::DidNotHappen), Marker::InDoubt(..)) => {
             apply(marker, age, &by_holder(&marker, operation))
         }
         _ => apply(marker, age, operation),
@@ -66,8 +66,8 @@ pub(crate) fn resolves_without_comparing(
 }
 
 pub(crate) fn renews_without_comparing(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match operation.ask {
-        Ask::Renew => apply(marker, age, &by_holder(&marker, operation)),
+    match operation.kind {
+        OperationKind::Renew => apply(marker, age, &by_holder(&marker, operation)),
         _ => apply(marker, age, operation),
     }
 }
@@ -75,8 +75,8 @@ pub(crate) fn renews_without_comparing(marker: Marker, age: Age, operation: &Ope
 /// Decides the claim as if marker and claim were effectively once, and writes the grant with the
 /// guarantee of the claim.
 pub(crate) fn grants_expired_claim(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match (operation.ask, marker) {
-        (Ask::Claim, Marker::InProgress(hold)) if hold.token != operation.token => {
+    match (operation.kind, marker) {
+        (OperationKind::Claim, Marker::InProgress(hold)) if hold.token != operation.token => {
             let mut effectively_once = operation.clone();
             effectively_once.terms.guarantee = Guarantee::EffectivelyOnce;
             let hold = Hold {
@@ -102,12 +102,12 @@ pub(crate) fn withdrawals_spend_attempts(
     age: Age,
     operation: &Operation,
 ) -> Answer {
-    match operation.ask {
-        Ask::Withdraw => apply(
+    match operation.kind {
+        OperationKind::Withdraw => apply(
             marker,
             age,
             &Operation {
-                ask: Ask::Clear(Effect::Nothing),
+                kind: OperationKind::Clear(Effect::Nothing),
                 ..operation.clone()
             },
         ),
@@ -141,8 +141,8 @@ pub(crate) fn records_doubt_of_freed_attempt(
     age: Age,
     operation: &Operation,
 ) -> Answer {
-    match (operation.ask, marker) {
-        (Ask::Doubt, Marker::Cleared { attempts, effect })
+    match (operation.kind, marker) {
+        (OperationKind::Doubt, Marker::Cleared { attempts, effect })
             if operation.attempt <= attempts.base =>
         {
             apply(
@@ -162,7 +162,7 @@ pub(crate) fn records_doubt_of_freed_attempt(
 }
 
 pub(crate) fn no_doubt_on_absent(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    if (operation.ask, marker) == (Ask::Doubt, Marker::Absent) {
+    if (operation.kind, marker) == (OperationKind::Doubt, Marker::Absent) {
         LOST
     } else {
         apply(marker, age, operation)
@@ -170,8 +170,8 @@ pub(crate) fn no_doubt_on_absent(marker: Marker, age: Age, operation: &Operation
 }
 
 pub(crate) fn no_doubt_on_cleared(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match (operation.ask, marker) {
-        (Ask::Doubt, Marker::Cleared { .. }) => LOST,
+    match (operation.kind, marker) {
+        (OperationKind::Doubt, Marker::Cleared { .. }) => LOST,
         _ => apply(marker, age, operation),
     }
 }
@@ -193,8 +193,8 @@ pub(crate) fn another_body_waits(marker: Marker, age: Age, operation: &Operation
 }
 
 pub(crate) fn clears_unknown_as_known(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match operation.ask {
-        Ask::Clear(Effect::Unknown) | Ask::Reject(Effect::Unknown) => {
+    match operation.kind {
+        OperationKind::Clear(Effect::Unknown) | OperationKind::Reject(Effect::Unknown) => {
             with_written(apply(marker, age, operation), as_known)
         }
         _ => apply(marker, age, operation),
@@ -213,8 +213,8 @@ fn as_known(marker: Marker) -> Marker {
 }
 
 pub(crate) fn fails_as_known(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match operation.ask {
-        Ask::Clear(Effect::Nothing) | Ask::Reject(Effect::Nothing) => {
+    match operation.kind {
+        OperationKind::Clear(Effect::Nothing) | OperationKind::Reject(Effect::Nothing) => {
             with_written(apply(marker, age, operation), as_known)
         }
         _ => apply(marker, age, operation),
@@ -222,8 +222,8 @@ pub(crate) fn fails_as_known(marker: Marker, age: Age, operation: &Operation) ->
 }
 
 pub(crate) fn takes_over_as_known(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match (operation.ask, marker) {
-        (Ask::Claim, Marker::InProgress(before)) => {
+    match (operation.kind, marker) {
+        (OperationKind::Claim, Marker::InProgress(before)) => {
             with_written(apply(marker, age, operation), |after| match after {
                 Marker::InProgress(hold) => Marker::InProgress(Hold {
                     earlier: before.earlier,
@@ -237,8 +237,8 @@ pub(crate) fn takes_over_as_known(marker: Marker, age: Age, operation: &Operatio
 }
 
 pub(crate) fn grants_unknown_outcome(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match operation.ask {
-        Ask::Claim => apply(as_known(marker), age, operation),
+    match operation.kind {
+        OperationKind::Claim => apply(as_known(marker), age, operation),
         _ => apply(marker, age, operation),
     }
 }
@@ -254,17 +254,17 @@ pub(crate) fn rejects_without_attempt(marker: Marker, age: Age, operation: &Oper
 }
 
 pub(crate) fn forget_deletes(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match (operation.ask, apply(marker, age, operation)) {
-        (Ask::Forget { .. }, (Change::Write(..), verdict)) => (Change::Delete, verdict),
+    match (operation.kind, apply(marker, age, operation)) {
+        (OperationKind::Forget { .. }, (Change::Write(..), verdict)) => (Change::Delete, verdict),
         (_, answer) => answer,
     }
 }
 
 pub(crate) fn redrives_without_budget(marker: Marker, age: Age, operation: &Operation) -> Answer {
     let answer = apply(marker, age, operation);
-    match (operation.ask, marker) {
+    match (operation.kind, marker) {
         (
-            Ask::Redrive { .. },
+            OperationKind::Redrive { .. },
             Marker::Cleared {
                 attempts: before, ..
             },
@@ -288,25 +288,27 @@ pub(crate) fn redrives_with_crashes(marker: Marker, age: Age, operation: &Operat
         Marker::InProgress(hold) | Marker::InDoubt(hold, _) => hold.attempts.crashes,
         _ => 0,
     };
-    match operation.ask {
-        Ask::Redrive { .. } => with_written(apply(marker, age, operation), |after| match after {
-            Marker::Cleared { attempts, effect } => Marker::Cleared {
-                attempts: Attempts {
-                    crashes,
-                    ..attempts
+    match operation.kind {
+        OperationKind::Redrive { .. } => {
+            with_written(apply(marker, age, operation), |after| match after {
+                Marker::Cleared { attempts, effect } => Marker::Cleared {
+                    attempts: Attempts {
+                        crashes,
+                        ..attempts
+                    },
+                    effect,
                 },
-                effect,
-            },
-            after => after,
-        }),
+                after => after,
+            })
+        }
         _ => apply(marker, age, operation),
     }
 }
 
 /// Answers that the redrive was applied, but writes nothing.
 pub(crate) fn redrives_without_write(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match (operation.ask, apply(marker, age, operation)) {
-        (Ask::Redrive { .. }, (_, verdict)) => (Change::Keep, verdict),
+    match (operation.kind, apply(marker, age, operation)) {
+        (OperationKind::Redrive { .. }, (_, verdict)) => (Change::Keep, verdict),
         (_, answer) => answer,
     }
 }
@@ -316,15 +318,15 @@ pub(crate) fn redrives_without_comparing(
     age: Age,
     operation: &Operation,
 ) -> Answer {
-    match operation.ask {
-        Ask::Redrive { seen, .. } => apply(seen, age, operation),
+    match operation.kind {
+        OperationKind::Redrive { seen, .. } => apply(seen, age, operation),
         _ => apply(marker, age, operation),
     }
 }
 
 pub(crate) fn redrives_as_known(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    match operation.ask {
-        Ask::Redrive { .. } => with_written(apply(marker, age, operation), as_known),
+    match operation.kind {
+        OperationKind::Redrive { .. } => with_written(apply(marker, age, operation), as_known),
         _ => apply(marker, age, operation),
     }
 }
@@ -337,9 +339,9 @@ pub(crate) fn doubts_spend_attempts(marker: Marker, age: Age, operation: &Operat
         },
         ..hold
     };
-    match (operation.ask, apply(marker, age, operation)) {
+    match (operation.kind, apply(marker, age, operation)) {
         (
-            Ask::Claim,
+            OperationKind::Claim,
             (Change::Write(Marker::InDoubt(hold, Doubt::Reconciling), expiry), Verdict::InDoubt(_)),
         ) if !matches!(marker, Marker::InDoubt(before, _) if before.token == operation.token) => {
             let hold = lower(hold);

@@ -2,7 +2,7 @@
 
 use oncegate_core::internal::lifecycle::{Event, Outcome, Stage};
 use oncegate_core::lifecycle::DoubtCause;
-use oncegate_core::marker::{Ask, Attempts, Effect, Finding, Guarantee, Marker, Verdict};
+use oncegate_core::marker::{Attempts, Effect, Finding, Guarantee, Marker, OperationKind, Verdict};
 use stateright::{Model, Property};
 
 use crate::properties;
@@ -75,9 +75,9 @@ impl SystemModel {
             return;
         };
         match delivery.command {
-            Some(CommandState::Sent(ask)) => {
+            Some(CommandState::Sent(kind)) => {
                 // Late completions are sent before claims of the same id.
-                if ask != Ask::Claim
+                if kind != OperationKind::Claim
                     || consumer.late_completion.is_none()
                     || self.rules.recovery_order == RecoveryOrder::Any
                 {
@@ -275,19 +275,19 @@ impl SystemModel {
                 state.queue.push(delivery.message);
             }
             ModelAction::Apply(consumer_index) => {
-                let Some(CommandState::Sent(ask)) =
+                let Some(CommandState::Sent(kind)) =
                     state.consumers[consumer_index].delivery.as_ref()?.command
                 else {
                     return None;
                 };
-                let verdict = self.store(state, self.sent(state, consumer_index, ask)?);
+                let verdict = self.store(state, self.sent(state, consumer_index, kind)?);
                 state.consumers[consumer_index].delivery.as_mut()?.command =
-                    Some(CommandState::Replied(ask, verdict, LeaseState::Valid));
+                    Some(CommandState::Replied(kind, verdict, LeaseState::Valid));
             }
             ModelAction::ApplyDelayed(index) => {
                 let sent = state.delayed_commands.remove(index);
                 let verdict = self.store(state, sent);
-                if let (Ask::Redrive { .. }, Verdict::Applied) = (sent.ask, verdict) {
+                if let (OperationKind::Redrive { .. }, Verdict::Applied) = (sent.kind, verdict) {
                     state.record_freed();
                 }
             }
@@ -303,8 +303,9 @@ impl SystemModel {
                     .as_mut()?
                     .command
                     .take()?;
-                if let (ModelAction::DelayCommand(_), CommandState::Sent(ask)) = (action, command) {
-                    let sent = self.sent(state, consumer_index, ask)?;
+                if let (ModelAction::DelayCommand(_), CommandState::Sent(kind)) = (action, command)
+                {
+                    let sent = self.sent(state, consumer_index, kind)?;
                     state.delayed_commands.push(sent);
                 }
                 self.handle_event(state, consumer_index, Event::Unavailable);
@@ -369,7 +370,10 @@ impl SystemModel {
             }
             ModelAction::Renew(consumer_index) => {
                 state.remaining.renewals -= 1;
-                let verdict = self.store(state, self.sent(state, consumer_index, Ask::Renew)?);
+                let verdict = self.store(
+                    state,
+                    self.sent(state, consumer_index, OperationKind::Renew)?,
+                );
                 let delivery = state.consumers[consumer_index].delivery.as_mut()?;
                 delivery.lease = if verdict == Verdict::Applied {
                     LeaseState::Valid
@@ -382,7 +386,7 @@ impl SystemModel {
                     state.remaining.renewals - 1,
                     state.remaining.lost_replies - 1,
                 );
-                let sent = self.sent(state, consumer_index, Ask::Renew)?;
+                let sent = self.sent(state, consumer_index, OperationKind::Renew)?;
                 state.delayed_commands.push(sent);
             }
             ModelAction::Crash(consumer_index) => {
@@ -517,9 +521,11 @@ impl SystemModel {
     /// completes it.
     fn complete_late(&self, state: &mut SystemState, consumer_index: usize) -> Option<()> {
         let (token, granted) = state.consumers[consumer_index].late_completion?;
-        let (ask, attempt) = granted.map_or((Ask::Claim, 0), |attempt| (Ask::Complete, attempt));
+        let (kind, attempt) = granted.map_or((OperationKind::Claim, 0), |attempt| {
+            (OperationKind::Complete, attempt)
+        });
         let sent = SentCommand {
-            ask,
+            kind,
             guarantee: self.setup.guarantees[consumer_index],
             body: 0,
             token,

@@ -4,7 +4,7 @@
 
 use oncegate_core::internal::lifecycle::Stage;
 use oncegate_core::marker::{
-    Ask, Doubt, Effect, Finding, Guarantee, Marker, Token, UNKNOWN_ATTEMPT, Verdict,
+    Doubt, Effect, Finding, Guarantee, Marker, OperationKind, Token, UNKNOWN_ATTEMPT, Verdict,
 };
 
 use crate::state::{
@@ -25,8 +25,8 @@ impl SystemModel {
         // The operator's tool has the configuration of the first consumer.
         let guarantee = self.setup.guarantees[0];
         let marker = state.marker;
-        let sent = |ask, attempt| SentCommand {
-            ask,
+        let sent = |kind, attempt| SentCommand {
+            kind,
             guarantee,
             body: dead_letter.body,
             token: Token(0),
@@ -36,11 +36,11 @@ impl SystemModel {
             Operator::Decided(
                 dead_letter,
                 sent(
-                    Ask::Redrive {
+                    OperationKind::Redrive {
                         seen: marker,
                         effect,
                     },
-                    dead_letter.fence,
+                    dead_letter.last_attempt,
                 ),
                 NextStep::Publish,
             )
@@ -54,7 +54,7 @@ impl SystemModel {
             {
                 Some((Operator::Publishing(dead_letter), None))
             }
-            (ModelDestination::DeadLetters, Marker::Absent) if dead_letter.fence == 0 => {
+            (ModelDestination::DeadLetters, Marker::Absent) if dead_letter.last_attempt == 0 => {
                 Some((Operator::Publishing(dead_letter), None))
             }
             // Without a marker there is no unknown effect to keep; only the attempt is written.
@@ -75,7 +75,10 @@ impl SystemModel {
             (ModelDestination::InDoubt, Marker::InDoubt(hold, _)) if state.effects() > 0 => {
                 let resolve = SentCommand {
                     token: hold.token,
-                    ..sent(Ask::Resolve(Finding::Happened), hold.attempts.number)
+                    ..sent(
+                        OperationKind::Resolve(Finding::Happened),
+                        hold.attempts.number,
+                    )
                 };
                 Some((
                     Operator::Decided(dead_letter, resolve, NextStep::Remove),
@@ -85,7 +88,7 @@ impl SystemModel {
             (ModelDestination::InDoubt, _) if state.effects() > 0 => Some((
                 Operator::Decided(
                     dead_letter,
-                    sent(Ask::Complete, dead_letter.fence),
+                    sent(OperationKind::Complete, dead_letter.last_attempt),
                     NextStep::Remove,
                 ),
                 None,
@@ -97,7 +100,7 @@ impl SystemModel {
                 Some((redrive(Effect::Nothing), Some(attempts.number)))
             }
             (ModelDestination::InDoubt, Marker::Absent) => {
-                Some((redrive(Effect::Nothing), Some(dead_letter.fence)))
+                Some((redrive(Effect::Nothing), Some(dead_letter.last_attempt)))
             }
         }
     }
@@ -119,7 +122,7 @@ impl SystemModel {
             && !state
                 .delayed_commands
                 .iter()
-                .any(|sent| sent.ask == Ask::Complete)
+                .any(|sent| sent.kind == OperationKind::Complete)
     }
 
     /// Applies the operator's request, which the store refuses if the marker has changed since.
@@ -157,7 +160,7 @@ impl SystemModel {
             attempt + UNKNOWN_ATTEMPT
         };
         let sent = SentCommand {
-            ask: Ask::Forget { seen: marker },
+            kind: OperationKind::Forget { seen: marker },
             guarantee,
             body: 0,
             token: Token(0),

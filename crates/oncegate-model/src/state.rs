@@ -4,7 +4,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use oncegate_core::internal::driver::LifecycleDriver;
 use oncegate_core::internal::lifecycle::Outcome;
-use oncegate_core::marker::{Ask, Doubt, Effect, Finding, Guarantee, Marker, Token, Verdict};
+use oncegate_core::marker::{
+    Doubt, Effect, Finding, Guarantee, Marker, OperationKind, Token, Verdict,
+};
 
 /// How often each fault may still occur.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -128,16 +130,16 @@ pub enum ModelReceipt {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CommandState {
     /// Sent, not yet applied.
-    Sent(Ask),
+    Sent(OperationKind),
     /// Applied, the reply not yet received. The lease state is that of a lease that the reply
     /// grants.
-    Replied(Ask, Verdict, LeaseState),
+    Replied(OperationKind, Verdict, LeaseState),
 }
 
 /// A command with the state of its sender when it was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SentCommand {
-    pub(crate) ask: Ask,
+    pub(crate) kind: OperationKind,
     pub(crate) guarantee: Guarantee,
     pub(crate) body: usize,
     pub(crate) token: Token,
@@ -182,7 +184,7 @@ pub struct ModelDeadLetter {
     pub(crate) body: usize,
     pub(crate) destination: ModelDestination,
     /// The attempt in the headers of the message.
-    pub(crate) fence: u32,
+    pub(crate) last_attempt: u32,
 }
 
 /// The queue that holds the message.
@@ -432,7 +434,9 @@ impl SystemState {
         match others.find(|other| {
             (other.body, other.destination) == (dead_letter.body, dead_letter.destination)
         }) {
-            Some(existing) => existing.fence = existing.fence.max(dead_letter.fence),
+            Some(existing) => {
+                existing.last_attempt = existing.last_attempt.max(dead_letter.last_attempt)
+            }
             None => self.dead_letters.push(dead_letter),
         }
     }
@@ -491,7 +495,7 @@ impl SystemState {
             rename_in_sent(sent, &mut rename);
         }
         self.delayed_commands
-            .sort_unstable_by_key(|sent| (sent.token.0, sent.attempt, ask_name(&sent.ask)));
+            .sort_unstable_by_key(|sent| (sent.token.0, sent.attempt, kind_name(&sent.kind)));
     }
 
     /// A token that is not in use.
@@ -510,7 +514,7 @@ impl SystemState {
         let sent = sent.flat_map(|sent| {
             [
                 Some(sent.token),
-                expected_marker(&sent.ask).and_then(|marker| token_of(&marker)),
+                expected_marker(&sent.kind).and_then(|marker| token_of(&marker)),
             ]
         });
         let all = consumers
@@ -529,9 +533,9 @@ fn token_of(marker: &Marker) -> Option<Token> {
 }
 
 /// The marker that an operator's request expects.
-fn expected_marker(ask: &Ask) -> Option<Marker> {
-    match ask {
-        Ask::Redrive { seen, .. } | Ask::Forget { seen } => Some(*seen),
+fn expected_marker(kind: &OperationKind) -> Option<Marker> {
+    match kind {
+        OperationKind::Redrive { seen, .. } | OperationKind::Forget { seen } => Some(*seen),
         _ => None,
     }
 }
@@ -544,33 +548,33 @@ fn rename_in_marker(marker: &mut Marker, rename: &mut impl FnMut(&mut Token)) {
 
 fn rename_in_sent(sent: &mut SentCommand, rename: &mut impl FnMut(&mut Token)) {
     rename(&mut sent.token);
-    if let Ask::Redrive { seen, .. } | Ask::Forget { seen } = &mut sent.ask {
+    if let OperationKind::Redrive { seen, .. } | OperationKind::Forget { seen } = &mut sent.kind {
         rename_in_marker(seen, rename);
     }
 }
 
 /// The name of an operation, for traces.
-pub(crate) fn ask_name(ask: &Ask) -> &'static str {
-    match ask {
-        Ask::Claim => "claim",
-        Ask::Renew => "renewal",
-        Ask::Complete => "completion",
-        Ask::Clear(Effect::Nothing) => "clear",
-        Ask::Clear(Effect::Unknown) => "clear, effect unknown",
-        Ask::Withdraw => "withdrawal",
-        Ask::Reject(_) => "rejection",
-        Ask::Doubt => "doubt",
-        Ask::Resolve(Finding::Happened) => "resolution: it happened",
-        Ask::Resolve(Finding::DidNotHappen) => "resolution: it did not happen",
-        Ask::Redrive {
+pub(crate) fn kind_name(kind: &OperationKind) -> &'static str {
+    match kind {
+        OperationKind::Claim => "claim",
+        OperationKind::Renew => "renewal",
+        OperationKind::Complete => "completion",
+        OperationKind::Clear(Effect::Nothing) => "clear",
+        OperationKind::Clear(Effect::Unknown) => "clear, effect unknown",
+        OperationKind::Withdraw => "withdrawal",
+        OperationKind::Reject(_) => "rejection",
+        OperationKind::Doubt => "doubt",
+        OperationKind::Resolve(Finding::Happened) => "resolution: it happened",
+        OperationKind::Resolve(Finding::DidNotHappen) => "resolution: it did not happen",
+        OperationKind::Redrive {
             effect: Effect::Nothing,
             ..
         } => "redrive, nothing happened",
-        Ask::Redrive {
+        OperationKind::Redrive {
             effect: Effect::Unknown,
             ..
         } => "redrive",
-        Ask::Forget { .. } => "forget",
+        OperationKind::Forget { .. } => "forget",
     }
 }
 

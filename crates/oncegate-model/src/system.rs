@@ -8,7 +8,8 @@ use oncegate_core::internal::driver::{DriverCommand, LifecycleDriver};
 use oncegate_core::internal::lifecycle::{self, Action, Event, Freshness, History, Policy, Stage};
 use oncegate_core::lifecycle::{Outage, Reason, Settlement};
 use oncegate_core::marker::{
-    self, Age, Ask, Change, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
+    self, Age, Change, Fingerprint, Guarantee, Marker, Operation, OperationKind, Terms, Token,
+    Verdict,
 };
 use oncegate_core::{Key, MessageId};
 
@@ -182,7 +183,7 @@ impl SystemModel {
 
     pub(crate) fn operation(&self, sent: &SentCommand) -> Operation {
         let SentCommand {
-            ask,
+            kind,
             guarantee,
             body,
             token,
@@ -198,7 +199,7 @@ impl SystemModel {
         };
         Operation {
             key: self.key.clone(),
-            ask,
+            kind,
             token,
             attempt,
             terms,
@@ -212,7 +213,10 @@ impl SystemModel {
         } else {
             Duration::ZERO
         });
-        if self.setup.effects == EffectsIn::Inbox && sent.ask == Ask::Claim && state.effects() > 0 {
+        if self.setup.effects == EffectsIn::Inbox
+            && sent.kind == OperationKind::Claim
+            && state.effects() > 0
+        {
             return Verdict::Duplicate; // the store of the inbox finds the record
         }
         let before = state.marker;
@@ -248,7 +252,7 @@ impl SystemModel {
                     Verdict::Granted(_) | Verdict::InDoubt(_)
                 )
             );
-        let withdrawn = sent.ask == Ask::Withdraw
+        let withdrawn = sent.kind == OperationKind::Withdraw
             && same_claim
             && !matches!(state.marker, Marker::InProgress(_));
         if self.counts_grants() && (taken_over || withdrawn) {
@@ -302,14 +306,14 @@ impl SystemModel {
         &self,
         state: &SystemState,
         consumer_index: usize,
-        ask: Ask,
+        kind: OperationKind,
     ) -> Option<SentCommand> {
         let delivery = state.consumers[consumer_index].delivery.as_ref()?;
         let LifecycleDriver {
             token, attempts, ..
         } = delivery.driver;
         Some(SentCommand {
-            ask,
+            kind,
             guarantee: self.setup.guarantees[consumer_index],
             body: delivery.message.body,
             token,
@@ -380,11 +384,11 @@ impl SystemModel {
         let delivery = state.consumers[consumer_index].delivery.as_mut()?;
         match command {
             DriverCommand::Apply => {
-                let ask = delivery.driver.stage().pending_ask()?;
-                if ask == Ask::Claim && delivery.driver.attempts.number == 0 {
+                let kind = delivery.driver.stage().pending_operation()?;
+                if kind == OperationKind::Claim && delivery.driver.attempts.number == 0 {
                     delivery.lease = LeaseState::None;
                 }
-                delivery.command = Some(CommandState::Sent(ask));
+                delivery.command = Some(CommandState::Sent(kind));
             }
             DriverCommand::AwaitRun if self.setup.budget.withdrawn_grants > 0 => {}
             DriverCommand::AwaitRun => {
@@ -427,7 +431,7 @@ impl SystemModel {
             return;
         };
         let BrokerMessage { body, .. } = delivery.message;
-        let (token, fence) = (delivery.driver.token, delivery.driver.attempts.number);
+        let (token, last_attempt) = (delivery.driver.token, delivery.driver.attempts.number);
         match settlement {
             Settlement::Release { failures, .. } if delivery.receipt == ModelReceipt::Valid => {
                 state.queue.push(BrokerMessage { body, failures })
@@ -454,15 +458,15 @@ impl SystemModel {
                     reason == Reason::AttemptsSpent && never_granted;
                 // Only the operator reads the attempt. Without an operator it is 0, so that fewer
                 // states differ.
-                let fence = if self.setup.budget.operator_actions > 0 {
-                    fence
+                let last_attempt = if self.setup.budget.operator_actions > 0 {
+                    last_attempt
                 } else {
                     0
                 };
                 state.add_dead_letter(ModelDeadLetter {
                     body,
                     destination,
-                    fence,
+                    last_attempt,
                 });
             }
         }
@@ -533,11 +537,11 @@ impl SystemModel {
 
     /// Crashes a consumer. The store may still apply a command that it has sent.
     pub(crate) fn crash(&self, state: &mut SystemState, consumer_index: usize) {
-        if let Some(CommandState::Sent(ask)) = state.consumers[consumer_index]
+        if let Some(CommandState::Sent(kind)) = state.consumers[consumer_index]
             .delivery
             .as_ref()
             .and_then(|delivery| delivery.command)
-            && let Some(sent) = self.sent(state, consumer_index, ask)
+            && let Some(sent) = self.sent(state, consumer_index, kind)
         {
             state.delayed_commands.push(sent);
         }

@@ -5,7 +5,7 @@ use oncegate_core::marker::{Effect, Marker};
 use stateright::Path;
 
 use crate::state::{
-    CommandState, ModelAction, ModelDestination, NextStep, Operator, SystemState, ask_name,
+    CommandState, ModelAction, ModelDestination, NextStep, Operator, SystemState, kind_name,
 };
 
 /// The path to a violation, one line for each step.
@@ -25,7 +25,7 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         .as_ref()
         .and_then(|delivery| delivery.command)
     {
-        Some(CommandState::Sent(ask) | CommandState::Replied(ask, ..)) => ask_name(&ask),
+        Some(CommandState::Sent(kind) | CommandState::Replied(kind, ..)) => kind_name(&kind),
         None => "nothing",
     };
     let consumer = |index: usize| ["A", "B"][index];
@@ -61,18 +61,18 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         }
         ModelAction::ApplyDelayed(index) => format!(
             "the store applies a delayed {}{marker}",
-            ask_name(&state.delayed_commands[index].ask)
+            kind_name(&state.delayed_commands[index].kind)
         ),
         ModelAction::ReceiveReply(at) => match state.consumers[at]
             .delivery
             .as_ref()
             .and_then(|delivery| delivery.command)
         {
-            Some(CommandState::Replied(ask, verdict, _)) => {
+            Some(CommandState::Replied(kind, verdict, _)) => {
                 format!(
                     "{} receives the reply to its {}: {verdict:?}",
                     consumer(at),
-                    ask_name(&ask)
+                    kind_name(&kind)
                 )
             }
             _ => format!("{} receives a reply", consumer(at)),
@@ -146,14 +146,14 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
                 format!(
                     "the operator {}; next: {}",
                     operator_reads(state, index),
-                    ask_name(&sent.ask)
+                    kind_name(&sent.kind)
                 )
             }
             Some(Operator::Decided(_, sent, NextStep::Remove)) => {
                 format!(
                     "the operator {}, and it happened; next: {}",
                     operator_reads(state, index),
-                    ask_name(&sent.ask)
+                    kind_name(&sent.kind)
                 )
             }
             _ => format!("the operator {}", operator_reads(state, index)),

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Guarantee, Operation, Terms, Token};
+use oncegate_core::marker::{Guarantee, Operation, OperationKind, Terms, Token};
 use oncegate_core::{Key, MessageId, Store};
 use oncegate_postgres::Postgres;
 use sqlx::{Connection, Executor, PgConnection};
@@ -65,7 +65,7 @@ async fn claim_and_complete(
         let mut operations: Vec<Operation> = held
             .drain(..)
             .map(|claim| Operation {
-                ask: Ask::Complete,
+                kind: OperationKind::Complete,
                 attempt: 1,
                 ..claim
             })
@@ -79,7 +79,7 @@ async fn claim_and_complete(
             let key = Key::new(&id);
             operations.push(Operation {
                 key,
-                ask: Ask::Claim,
+                kind: OperationKind::Claim,
                 token,
                 attempt: 0,
                 terms,

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use oncegate_core::internal::{MarkerColumns, StoreFailure, milliseconds};
 use oncegate_core::marker::{
-    Age, Ask, Attempts, Change, Effect, Guarantee, Hold, Marker, Operation, Verdict, apply,
+    Age, Attempts, Change, Effect, Guarantee, Hold, Marker, Operation, OperationKind, Verdict,
+    apply,
 };
 use sqlx::postgres::PgConnection;
 
@@ -148,15 +149,15 @@ fn first_step(index: usize, operation: &Operation) -> PlannedStep {
         verdict: None,
     };
     let Operation {
-        ask,
+        kind,
         token,
         attempt,
         terms,
         ..
     } = operation;
-    let expected = match ask {
-        Ask::Claim => Marker::Absent,
-        Ask::Complete if terms.guarantee != Guarantee::Bare => Marker::InProgress(Hold {
+    let expected = match kind {
+        OperationKind::Claim => Marker::Absent,
+        OperationKind::Complete if terms.guarantee != Guarantee::Bare => Marker::InProgress(Hold {
             token: *token,
             attempts: Attempts::new(*attempt),
             earlier: Effect::Unknown,
@@ -176,8 +177,8 @@ fn first_step(index: usize, operation: &Operation) -> PlannedStep {
     else {
         return read;
     };
-    let step = match ask {
-        Ask::Claim => MarkerStep::Insert(row, time_to_live),
+    let step = match kind {
+        OperationKind::Claim => MarkerStep::Insert(row, time_to_live),
         _ => MarkerStep::ReplaceOwn(token.0, *attempt, row, time_to_live),
     };
     PlannedStep {

@@ -44,7 +44,7 @@ impl PostgresBrowse {
     /// listing is listed once; one that is added or removed meanwhile may be missing.
     ///
     /// # Errors
-    /// As for [`Postgres::look`].
+    /// As for [`Postgres::read_marker`].
     pub async fn next(&mut self) -> Result<Option<Vec<ListedKey>>, StoreError> {
         let Some(after) = &self.after else {
             return Ok(None);
@@ -66,22 +66,24 @@ impl PostgresBrowse {
 }
 
 impl Postgres {
-    /// The current marker of a key, which [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
-    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) compare with. Changes nothing.
+    /// The current marker of a key, which
+    /// [`OperationKind::Redrive`](oncegate_core::marker::OperationKind::Redrive) and
+    /// [`OperationKind::Forget`](oncegate_core::marker::OperationKind::Forget) compare with.
+    /// Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the row holds no marker that this release can read;
     /// otherwise as for [`Store::apply`](oncegate_core::Store::apply).
-    pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
-        Ok(self.look_with_expiry(key).await?.marker)
+    pub async fn read_marker(&self, key: &Key) -> Result<Marker, StoreError> {
+        Ok(self.read_marker_with_expiry(key).await?.marker)
     }
 
     /// The marker of a key and the time until it expires; no time for [`Marker::Absent`]. Changes
     /// nothing.
     ///
     /// # Errors
-    /// As for [`look`](Self::look).
-    pub async fn look_with_expiry(&self, key: &Key) -> Result<MarkerWithExpiry, StoreError> {
+    /// As for [`read_marker`](Self::read_marker).
+    pub async fn read_marker_with_expiry(&self, key: &Key) -> Result<MarkerWithExpiry, StoreError> {
         let one = sqlx::query(SELECT_ONE).bind(key.as_str().to_owned());
         match self.read_rows(one).await?.pop() {
             Some((name, row)) => marker(&name, row),

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use oncegate_core::Store;
-use oncegate_core::marker::{Ask, Effect, Guarantee, Operation, Token, Verdict};
+use oncegate_core::marker::{Effect, Guarantee, Operation, OperationKind, Token, Verdict};
 use oncegate_redis::Redis;
 use oncegate_testkit::operations::{operation, terms};
 use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer};
@@ -84,11 +84,11 @@ async fn compare(
 }
 
 async fn measure(servers: &[RedisServer], store: &Redis) -> Result<Costs, Box<dyn Error>> {
-    let claim = cost(servers, store, Ask::Claim).await?;
-    let complete = cost(servers, store, Ask::Complete).await?;
+    let claim = cost(servers, store, OperationKind::Claim).await?;
+    let complete = cost(servers, store, OperationKind::Complete).await?;
     flush(servers)?;
-    cost(servers, store, Ask::Claim).await?;
-    let clear = cost(servers, store, Ask::Clear(Effect::Nothing)).await?;
+    cost(servers, store, OperationKind::Claim).await?;
+    let clear = cost(servers, store, OperationKind::Clear(Effect::Nothing)).await?;
     flush(servers)?;
     Ok(Costs {
         claim,
@@ -98,31 +98,35 @@ async fn measure(servers: &[RedisServer], store: &Redis) -> Result<Costs, Box<dy
 }
 
 /// Asks the same of each id.
-async fn cost(servers: &[RedisServer], store: &Redis, ask: Ask) -> Result<f64, Box<dyn Error>> {
+async fn cost(
+    servers: &[RedisServer],
+    store: &Redis,
+    kind: OperationKind,
+) -> Result<f64, Box<dyn Error>> {
     let batches: Vec<Vec<Operation>> = (0..BATCHES)
-        .map(|batch| (0..BATCH).map(|it| on(batch * BATCH + it, ask)).collect())
+        .map(|batch| (0..BATCH).map(|it| on(batch * BATCH + it, kind)).collect())
         .collect();
     let before = cpu_time(servers)?;
     for concurrent in batches.chunks(CONCURRENT) {
         let answers = join_all(concurrent.iter().map(|batch| store.apply(batch))).await;
         for answer in answers.into_iter().flatten() {
             let verdict = answer?;
-            let expected = match ask {
-                Ask::Claim => matches!(verdict, Verdict::Granted(_)),
-                Ask::Complete => verdict == Verdict::Done { marker_lost: false },
+            let expected = match kind {
+                OperationKind::Claim => matches!(verdict, Verdict::Granted(_)),
+                OperationKind::Complete => verdict == Verdict::Done { marker_lost: false },
                 _ => verdict == Verdict::Applied,
             };
-            assert!(expected, "{ask:?}: {verdict:?}");
+            assert!(expected, "{kind:?}: {verdict:?}");
         }
     }
     Ok((cpu_time(servers)? - before) * 1e6 / IDS as f64)
 }
 
-fn on(id: usize, ask: Ask) -> Operation {
-    let attempt = u32::from(ask != Ask::Claim);
+fn on(id: usize, kind: OperationKind) -> Operation {
+    let attempt = u32::from(kind != OperationKind::Claim);
     let token = Token(id as u128 + 1).0;
     let terms = terms(Guarantee::EffectivelyOnce);
-    operation(&format!("payment-{id:012}"), ask, token, attempt, terms)
+    operation(&format!("payment-{id:012}"), kind, token, attempt, terms)
 }
 
 /// Seconds of CPU time that the primaries have used.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use oncegate_core::marker::{
-    Ask, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
+    Effect, Fingerprint, Guarantee, Marker, Operation, OperationKind, Terms, Token, Verdict,
 };
 use oncegate_core::{
     Consumer, Context, Execution, Failure, Handler, IdSource, Key, MemoryBroker, Message,
@@ -117,7 +117,12 @@ fn id(series: u64, number: u64) -> String {
     )
 }
 
-fn operation(series: u64, number: u64, ask: Ask, fingerprint: Option<Fingerprint>) -> Operation {
+fn operation(
+    series: u64,
+    number: u64,
+    kind: OperationKind,
+    fingerprint: Option<Fingerprint>,
+) -> Operation {
     let key = Key::new(&MessageId::new(id(series, number)).expect("it is not empty"));
     let [lease, window] = [30, 86_400].map(Duration::from_secs);
     let terms = Terms {
@@ -128,9 +133,9 @@ fn operation(series: u64, number: u64, ask: Ask, fingerprint: Option<Fingerprint
     };
     Operation {
         key,
-        ask,
+        kind,
         token: Token(u128::from(number)),
-        attempt: u32::from(ask == Ask::Complete),
+        attempt: u32::from(kind == OperationKind::Complete),
         terms,
     }
 }
@@ -150,7 +155,7 @@ async fn fill(
             let mut next = which * share;
             while next < end {
                 let batch: Vec<Operation> = (next..end.min(next + BATCH))
-                    .map(|it| operation(0, it, Ask::Complete, fingerprint))
+                    .map(|it| operation(0, it, OperationKind::Complete, fingerprint))
                     .collect();
                 next += BATCH;
                 for answer in store.apply(&batch).await {
@@ -187,7 +192,9 @@ struct Claims(Redis, MultiplexedConnection);
 impl Claims {
     async fn on(server: &RedisServer) -> Result<Self, Box<dyn std::error::Error>> {
         let store = Redis::at(server.url()).timeout(Duration::from_secs(10));
-        store.look(&operation(0, 0, Ask::Claim, None).key).await?;
+        store
+            .read_marker(&operation(0, 0, OperationKind::Claim, None).key)
+            .await?;
         let bare = redis::Client::open(server.url())?
             .get_multiplexed_async_connection()
             .await?;
@@ -202,7 +209,7 @@ impl Claims {
             Concurrency::TwoBatchesAtOnce | Concurrency::TwoBareBatchesAtOnce => (2, BATCH),
         };
         let claims: Vec<Operation> = (first..first + STRIDE)
-            .map(|it| operation(1, it, Ask::Claim, None))
+            .map(|it| operation(1, it, OperationKind::Claim, None))
             .collect();
         let batches: Vec<Vec<Operation>> =
             claims.chunks(each as usize).map(<[_]>::to_vec).collect();
@@ -220,7 +227,7 @@ impl Claims {
         }
         for batch in claims.chunks(BATCH as usize) {
             let clears = batch.iter().map(|claim| Operation {
-                ask: Ask::Clear(Effect::Nothing),
+                kind: OperationKind::Clear(Effect::Nothing),
                 attempt: 1,
                 ..claim.clone()
             });
@@ -330,7 +337,7 @@ impl Claims {
             "the consumer ends when all is settled"
         );
         for first in (0..MESSAGES).step_by(BATCH as usize) {
-            let forget = Ask::Forget {
+            let forget = OperationKind::Forget {
                 seen: Marker::Done(None),
             };
             let batch: Vec<Operation> = (first..MESSAGES.min(first + BATCH))
@@ -360,7 +367,7 @@ async fn finish_rehashing(
             .map(|it| (next + it * BATCH) % markers)
             .map(|begin| {
                 (begin..markers.min(begin + BATCH))
-                    .map(|it| operation(0, it, Ask::Claim, None))
+                    .map(|it| operation(0, it, OperationKind::Claim, None))
                     .collect()
             })
             .collect();

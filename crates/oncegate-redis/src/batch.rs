@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use oncegate_core::StoreError;
-use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Verdict};
+use oncegate_core::marker::{Attempts, Guarantee, Operation, OperationKind, Verdict};
 use redis::{Cmd, Value};
 
 use crate::conditional::{self, ConditionalCommand, ConditionalSupport, SendPlan};
@@ -112,7 +112,7 @@ pub(crate) async fn apply(
 
 /// Whether the operation is an at-most-once claim.
 pub(crate) fn is_at_most_once_claim(operation: &Operation) -> bool {
-    operation.ask == Ask::Claim && operation.terms.guarantee == Guarantee::AtMostOnce
+    operation.kind == OperationKind::Claim && operation.terms.guarantee == Guarantee::AtMostOnce
 }
 
 /// The answers that need no command, by operation.
@@ -122,9 +122,11 @@ pub(crate) fn local_answers(operations: &[Operation]) -> Vec<Option<VerdictResul
 
 /// The answer to a renewal or completion of [`Guarantee::Bare`], for which nothing is sent.
 fn local_answer(operation: &Operation) -> Option<VerdictResult> {
-    match (operation.terms.guarantee, operation.ask) {
-        (Guarantee::Bare, Ask::Renew) => Some(Ok(Verdict::Applied)),
-        (Guarantee::Bare, Ask::Complete) => Some(Ok(Verdict::Done { marker_lost: false })),
+    match (operation.terms.guarantee, operation.kind) {
+        (Guarantee::Bare, OperationKind::Renew) => Some(Ok(Verdict::Applied)),
+        (Guarantee::Bare, OperationKind::Complete) => {
+            Some(Ok(Verdict::Done { marker_lost: false }))
+        }
         _ => None,
     }
 }
@@ -153,15 +155,17 @@ impl OperationBatch<'_> {
         let mut singles = Vec::with_capacity(round.len());
         for &index in round {
             let operation = &self.operations[index];
-            match (operation.terms.guarantee, operation.ask) {
-                (Guarantee::Bare, Ask::Claim) => {
+            match (operation.terms.guarantee, operation.kind) {
+                (Guarantee::Bare, OperationKind::Claim) => {
                     singles.push((BatchCommand::BareClaim(index), CommandTarget::Owner))
                 }
-                (Guarantee::Bare, Ask::Renew | Ask::Complete) => {}
+                (Guarantee::Bare, OperationKind::Renew | OperationKind::Complete) => {}
                 (Guarantee::Bare, _) => {
                     singles.push((BatchCommand::BareDelete(index), CommandTarget::Owner))
                 }
-                (_, Ask::Claim) => singles.push((BatchCommand::Claim(index), CommandTarget::Owner)),
+                (_, OperationKind::Claim) => {
+                    singles.push((BatchCommand::Claim(index), CommandTarget::Owner))
+                }
                 _ => self.add_to_call(&mut calls, index, BatchCommand::Undecided),
             }
         }
@@ -328,10 +332,10 @@ impl OperationBatch<'_> {
     /// `WAIT`: otherwise a partitioned primary would renew leases that others take over on the new
     /// primary. [`Guarantee::Bare`] never waits.
     fn connection_kind(&self, operation: &Operation) -> ConnectionKind {
-        match (self.durability, operation.ask, operation.terms.guarantee) {
+        match (self.durability, operation.kind, operation.terms.guarantee) {
             (Durability::Primary, ..) | (_, _, Guarantee::Bare) => ConnectionKind::General,
-            (Durability::Replicas { .. }, Ask::Claim, _) => ConnectionKind::Claims,
-            (Durability::Replicas { .. }, Ask::Renew, Guarantee::AtMostOnce) => {
+            (Durability::Replicas { .. }, OperationKind::Claim, _) => ConnectionKind::Claims,
+            (Durability::Replicas { .. }, OperationKind::Renew, Guarantee::AtMostOnce) => {
                 ConnectionKind::Claims
             }
             _ => ConnectionKind::General,

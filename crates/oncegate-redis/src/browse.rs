@@ -114,8 +114,8 @@ impl Redis {
     /// The marker of a key and the time until it expires. Changes nothing.
     ///
     /// # Errors
-    /// As for [`Redis::look`].
-    pub async fn look_with_expiry(&self, key: &Key) -> Result<MarkerWithExpiry, StoreError> {
+    /// As for [`Redis::read_marker`].
+    pub async fn read_marker_with_expiry(&self, key: &Key) -> Result<MarkerWithExpiry, StoreError> {
         let key = [self.prefix_bytes(), key.as_bytes()].concat();
         let connections = self.router().owner(&key).await?;
         let mut replies = send(&connections, &read_commands(&key))

@@ -8,7 +8,7 @@
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use oncegate_core::marker::{Ask, Effect, Guarantee, Operation};
+use oncegate_core::marker::{Effect, Guarantee, Operation, OperationKind};
 use redis::{Cmd, Value};
 
 use crate::record;
@@ -59,12 +59,12 @@ impl ConditionalSupport {
         if cfg!(oncegate_script_only) {
             return SendPlan::Script; // a build that measures the script: `examples/server_cpu.rs`
         }
-        let candidates: &[ConditionalCommand] = match (operation.ask, operation.terms.guarantee) {
-            (Ask::Complete, _) => &[ConditionalCommand::SetIfEqual],
+        let candidates: &[ConditionalCommand] = match (operation.kind, operation.terms.guarantee) {
+            (OperationKind::Complete, _) => &[ConditionalCommand::SetIfEqual],
             // After a first attempt without effect there is nothing to keep: the marker is deleted. Later
             // attempts are counted in it, and with `AtMostOnce` a rejected marker is kept, by the script.
-            (Ask::Clear(Effect::Nothing), _)
-            | (Ask::Reject(Effect::Nothing), Guarantee::EffectivelyOnce)
+            (OperationKind::Clear(Effect::Nothing), _)
+            | (OperationKind::Reject(Effect::Nothing), Guarantee::EffectivelyOnce)
                 if operation.attempt == 1 =>
             {
                 &[ConditionalCommand::DelIfEq, ConditionalCommand::DelEx]
@@ -145,11 +145,11 @@ mod tests {
 
     use super::*;
 
-    fn operation(ask: Ask, attempt: u32, guarantee: Guarantee) -> Operation {
+    fn operation(kind: OperationKind, attempt: u32, guarantee: Guarantee) -> Operation {
         let second = Duration::from_secs(1);
         Operation {
             key: Key::new(&MessageId::new("a").expect("an id")),
-            ask,
+            kind,
             token: Token(7),
             attempt,
             terms: Terms {
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn one_command_finds_out_what_the_server_has() {
-        let complete = operation(Ask::Complete, 1, Guarantee::AtMostOnce);
+        let complete = operation(OperationKind::Complete, 1, Guarantee::AtMostOnce);
         let support = ConditionalSupport::default();
         assert_eq!(
             support.plan_for(&complete),
@@ -211,7 +211,11 @@ mod tests {
 
     #[test]
     fn the_command_of_valkey_is_tried_before_that_of_redis() {
-        let clear = operation(Ask::Clear(Effect::Nothing), 1, Guarantee::EffectivelyOnce);
+        let clear = operation(
+            OperationKind::Clear(Effect::Nothing),
+            1,
+            Guarantee::EffectivelyOnce,
+        );
         let support = ConditionalSupport::default();
         assert_eq!(
             support.plan_for(&clear),
@@ -233,16 +237,32 @@ mod tests {
     fn only_the_marker_of_a_first_attempt_is_deleted_without_the_script() {
         let support = ConditionalSupport::default();
         let by_script = [
-            (Ask::Clear(Effect::Nothing), 2, Guarantee::EffectivelyOnce),
-            (Ask::Clear(Effect::Unknown), 1, Guarantee::EffectivelyOnce),
-            (Ask::Reject(Effect::Nothing), 1, Guarantee::AtMostOnce),
-            (Ask::Reject(Effect::Unknown), 1, Guarantee::EffectivelyOnce),
-            (Ask::Withdraw, 1, Guarantee::EffectivelyOnce),
-            (Ask::Renew, 1, Guarantee::EffectivelyOnce),
-            (Ask::Doubt, 1, Guarantee::AtMostOnce),
+            (
+                OperationKind::Clear(Effect::Nothing),
+                2,
+                Guarantee::EffectivelyOnce,
+            ),
+            (
+                OperationKind::Clear(Effect::Unknown),
+                1,
+                Guarantee::EffectivelyOnce,
+            ),
+            (
+                OperationKind::Reject(Effect::Nothing),
+                1,
+                Guarantee::AtMostOnce,
+            ),
+            (
+                OperationKind::Reject(Effect::Unknown),
+                1,
+                Guarantee::EffectivelyOnce,
+            ),
+            (OperationKind::Withdraw, 1, Guarantee::EffectivelyOnce),
+            (OperationKind::Renew, 1, Guarantee::EffectivelyOnce),
+            (OperationKind::Doubt, 1, Guarantee::AtMostOnce),
         ];
-        for (ask, attempt, guarantee) in by_script {
-            let operation = operation(ask, attempt, guarantee);
+        for (kind, attempt, guarantee) in by_script {
+            let operation = operation(kind, attempt, guarantee);
             assert_eq!(
                 support.plan_for(&operation),
                 SendPlan::Script,

@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 
 use oncegate_core::marker::{
-    self, Ask, Effect, Finding, Operation, Terms, UNRESOLVED_AT_MOST_ONCE,
+    self, Effect, Finding, Operation, OperationKind, Terms, UNRESOLVED_AT_MOST_ONCE,
 };
 use redis::{Cmd, Script};
 
@@ -20,11 +20,11 @@ pub(crate) enum ScriptRef {
     Source,
 }
 
-/// Whether two operations can share a call: the same [`Ask`] on the same terms, apart from the
-/// fingerprint. For operations of an operator the new marker must be the same, too.
+/// Whether two operations can share a call: the same [`OperationKind`] on the same terms, apart
+/// from the fingerprint. For operations of an operator the new marker must be the same, too.
 pub(crate) fn can_share_call(one: &Operation, other: &Operation) -> bool {
     let shared = |terms: &Terms| (terms.guarantee, terms.lease, terms.window);
-    one.ask == other.ask
+    one.kind == other.kind
         && shared(&one.terms) == shared(&other.terms)
         && marker::freed(one) == marker::freed(other)
 }
@@ -47,13 +47,13 @@ pub(crate) fn call<'a>(
         call.arg(&key[..]);
     }
     let terms = &first.terms;
-    let (seen, freed) = match &first.ask {
-        Ask::Redrive { seen, .. } | Ask::Forget { seen } => {
+    let (seen, freed) = match &first.kind {
+        OperationKind::Redrive { seen, .. } | OperationKind::Forget { seen } => {
             (record::encode(seen), marker::freed(first))
         }
         _ => (String::new(), None),
     };
-    call.arg(ask_name(&first.ask))
+    call.arg(kind_name(&first.kind))
         .arg(record::guarantee_code(terms.guarantee).to_string())
         .arg(record::milliseconds(terms.lease))
         .arg(record::expiry(terms.window))
@@ -84,19 +84,19 @@ fn start_call(script: ScriptRef, arguments: usize, bytes: usize) -> Cmd {
 }
 
 /// The name of an operation in the script.
-fn ask_name(ask: &Ask) -> &'static str {
-    match ask {
-        Ask::Claim => "claim",
-        Ask::Renew => "renew",
-        Ask::Complete => "complete",
-        Ask::Clear(Effect::Nothing) => "clear nothing",
-        Ask::Clear(Effect::Unknown) => "clear unknown",
-        Ask::Withdraw => "withdraw",
-        Ask::Reject(Effect::Nothing) => "reject nothing",
-        Ask::Reject(Effect::Unknown) => "reject unknown",
-        Ask::Doubt => "doubt",
-        Ask::Resolve(Finding::Happened) => "happened",
-        Ask::Resolve(Finding::DidNotHappen) => "did not happen",
-        Ask::Redrive { .. } | Ask::Forget { .. } => "free",
+fn kind_name(kind: &OperationKind) -> &'static str {
+    match kind {
+        OperationKind::Claim => "claim",
+        OperationKind::Renew => "renew",
+        OperationKind::Complete => "complete",
+        OperationKind::Clear(Effect::Nothing) => "clear nothing",
+        OperationKind::Clear(Effect::Unknown) => "clear unknown",
+        OperationKind::Withdraw => "withdraw",
+        OperationKind::Reject(Effect::Nothing) => "reject nothing",
+        OperationKind::Reject(Effect::Unknown) => "reject unknown",
+        OperationKind::Doubt => "doubt",
+        OperationKind::Resolve(Finding::Happened) => "happened",
+        OperationKind::Resolve(Finding::DidNotHappen) => "did not happen",
+        OperationKind::Redrive { .. } | OperationKind::Forget { .. } => "free",
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use oncegate_core::marker::{Ask, Guarantee, Marker, Operation, Verdict};
+use oncegate_core::marker::{Guarantee, Marker, Operation, OperationKind, Verdict};
 use oncegate_core::{Key, Persistence, Store, StoreError};
 use redis::Value;
 
@@ -316,13 +316,13 @@ impl Redis {
     }
 
     /// Reads the current marker of a key, for the field `seen` of
-    /// [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
-    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget). Changes nothing.
+    /// [`OperationKind::Redrive`](oncegate_core::marker::OperationKind::Redrive) and
+    /// [`OperationKind::Forget`](oncegate_core::marker::OperationKind::Forget). Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the key holds no marker, or one of a newer release;
     /// otherwise as for [`Store::apply`].
-    pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
+    pub async fn read_marker(&self, key: &Key) -> Result<Marker, StoreError> {
         let key = [&self.prefix, key.as_bytes()].concat();
         let connections = self.router.owner(&key).await?;
         let mut replies = browse::send(&connections, &[redis::cmd("GET").arg(key).to_owned()])
@@ -359,7 +359,7 @@ impl Store for Redis {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let mut answers = batch::local_answers(operations);
         let is_claim = |operation: &&Operation| {
-            operation.ask == Ask::Claim && operation.terms.guarantee != Guarantee::Bare
+            operation.kind == OperationKind::Claim && operation.terms.guarantee != Guarantee::Bare
         };
         if operations.iter().any(|operation| is_claim(&operation)) {
             let pauses = self.data_loss == DataLossPolicy::Pause

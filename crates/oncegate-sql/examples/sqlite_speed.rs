@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{Guarantee, Operation, OperationKind, Terms, Token, Verdict};
 use oncegate_core::{Key, MessageId, Store};
 use oncegate_sql::{Sqlite, Synchronous};
 
@@ -58,9 +58,9 @@ async fn measure(
         let keys: Vec<Key> = (first..ids.min(first + batch))
             .map(|n| order.key(n))
             .collect();
-        for ask in [Ask::Claim, Ask::Complete] {
+        for kind in [OperationKind::Claim, OperationKind::Complete] {
             let asked = Instant::now();
-            apply(&store, &keys, ask).await;
+            apply(&store, &keys, kind).await;
             slowest = slowest.max(asked.elapsed());
         }
     }
@@ -111,19 +111,19 @@ impl WriteOrder {
     }
 }
 
-async fn apply(store: &Sqlite, keys: &[Key], ask: Ask) {
+async fn apply(store: &Sqlite, keys: &[Key], kind: OperationKind) {
     let terms = Terms {
         guarantee: Guarantee::AtMostOnce,
         lease: Duration::from_secs(30),
         window: Duration::from_secs(24 * 3600),
         fingerprint: None,
     };
-    let attempt = u32::from(ask != Ask::Claim);
+    let attempt = u32::from(kind != OperationKind::Claim);
     let operations: Vec<_> = keys
         .iter()
         .map(|key| Operation {
             key: key.clone(),
-            ask,
+            kind,
             token: Token(1),
             attempt,
             terms,

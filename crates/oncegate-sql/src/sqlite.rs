@@ -111,15 +111,17 @@ impl Sqlite {
         )
     }
 
-    /// The current marker of a key, which [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
-    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) compare with. Changes nothing.
+    /// The current marker of a key, which
+    /// [`OperationKind::Redrive`](oncegate_core::marker::OperationKind::Redrive) and
+    /// [`OperationKind::Forget`](oncegate_core::marker::OperationKind::Forget) compare with.
+    /// Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the row holds no marker that this release can read;
     /// otherwise as for [`Store::apply`].
-    pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
+    pub async fn read_marker(&self, key: &Key) -> Result<Marker, StoreError> {
         Ok(self
-            .request(|reply| WriterRequest::Look(key.clone(), reply))
+            .request(|reply| WriterRequest::ReadMarker(key.clone(), reply))
             .await??)
     }
 

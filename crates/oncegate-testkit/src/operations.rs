@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Terms, Token, Verdict};
+use oncegate_core::marker::{Attempts, Guarantee, Operation, OperationKind, Terms, Token, Verdict};
 use oncegate_core::{Key, MessageId, Store, StoreError};
 
 /// One second.
@@ -36,10 +36,16 @@ pub fn terms(guarantee: Guarantee) -> Terms {
 ///
 /// # Panics
 /// If the id is empty.
-pub fn operation(id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) -> Operation {
+pub fn operation(
+    id: &str,
+    kind: OperationKind,
+    token: u128,
+    attempt: u32,
+    terms: Terms,
+) -> Operation {
     Operation {
         key: key(id),
-        ask,
+        kind,
         token: Token(token),
         attempt,
         terms,
@@ -66,7 +72,7 @@ pub async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdic
 ///
 /// # Panics
 /// If the store does not return exactly one result.
-pub async fn ask(store: &dyn Store, operation: Operation) -> Result<Verdict, StoreError> {
+pub async fn apply_one(store: &dyn Store, operation: Operation) -> Result<Verdict, StoreError> {
     let mut answers = store.apply(&[operation]).await;
     assert_eq!(answers.len(), 1);
     answers.remove(0)

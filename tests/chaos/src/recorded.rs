@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use oncegate::lifecycle::Settlement;
-use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
+use oncegate::marker::{Guarantee, Operation, OperationKind, Verdict};
 use oncegate::source::Connect;
 use oncegate::source::{
     ConnectOptions, Delivery, Incoming, Limit, QueueLevel, Settled, SourceProperties,
@@ -104,7 +104,7 @@ impl<S: Store> Store for Recorded<S> {
                 let id = key.split_once('|').map_or(key, |(_, id)| id).to_owned();
                 What::Answered {
                     id,
-                    ask: asked(operation.ask),
+                    operation: recorded_operation(operation.kind),
                     verdict: verdict(answer),
                 }
             }));
@@ -141,17 +141,17 @@ fn position(delivery: &Delivery) -> String {
     )
 }
 
-fn asked(ask: Ask) -> StoreOperation {
-    match ask {
-        Ask::Claim => StoreOperation::Claim,
-        Ask::Renew => StoreOperation::Renew,
-        Ask::Complete => StoreOperation::Complete,
-        Ask::Clear(_) | Ask::Withdraw => StoreOperation::Clear,
-        Ask::Reject(_) => StoreOperation::Reject,
-        Ask::Doubt => StoreOperation::Doubt,
-        Ask::Resolve(_) => StoreOperation::Resolve,
-        Ask::Redrive { .. } => StoreOperation::Redrive,
-        Ask::Forget { .. } => StoreOperation::Forget,
+fn recorded_operation(kind: OperationKind) -> StoreOperation {
+    match kind {
+        OperationKind::Claim => StoreOperation::Claim,
+        OperationKind::Renew => StoreOperation::Renew,
+        OperationKind::Complete => StoreOperation::Complete,
+        OperationKind::Clear(_) | OperationKind::Withdraw => StoreOperation::Clear,
+        OperationKind::Reject(_) => StoreOperation::Reject,
+        OperationKind::Doubt => StoreOperation::Doubt,
+        OperationKind::Resolve(_) => StoreOperation::Resolve,
+        OperationKind::Redrive { .. } => StoreOperation::Redrive,
+        OperationKind::Forget { .. } => StoreOperation::Forget,
     }
 }
 

@@ -28,7 +28,7 @@ const OWN_HEADERS: [&str; 14] = [
     headers::ID,
     headers::ATTEMPTS,
     headers::CRASHES,
-    headers::FENCE,
+    headers::LAST_ATTEMPT,
     headers::FIRST_ERROR,
     headers::LAST_ERROR,
     headers::ORIGIN,

@@ -35,7 +35,7 @@ pub(crate) struct QueueSettings {
     pub(crate) body_limit: usize,
     pub(crate) consumer_timeout: Duration,
     /// How long the consumer may leave a delivery unsettled with its settings; zero if unknown.
-    pub(crate) longest_open: Duration,
+    pub(crate) max_unsettled_time: Duration,
     pub(crate) topology: Topology,
     pub(crate) kind: QueueKind,
     pub(crate) consumers: ConsumerMode,
@@ -60,7 +60,7 @@ impl QueueSettings {
 
     /// A warning, if a delivery may be unsettled for longer than [`Self::unsettled_timeout`].
     pub(crate) fn consumer_timeout_warning(&self) -> Option<String> {
-        let (open, limit) = (self.longest_open, self.unsettled_timeout());
+        let (open, limit) = (self.max_unsettled_time, self.unsettled_timeout());
         (open > limit).then(|| {
             format!(
                 "a delivery may exceed RabbitMQ's consumer_timeout: it may stay unacknowledged for {open:?} with these settings of .handler_timeout(…), .max_inline_retries(…) and .lease(…), \

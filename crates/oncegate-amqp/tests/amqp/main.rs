@@ -174,7 +174,7 @@ async fn rejected_deliveries_are_in_their_queues_with_their_failure_headers() {
                 let mut failure_history = FailureHistory::default();
                 failure_history.id = Some("pay-1".into());
                 failure_history.attempts = 2;
-                failure_history.fence = 2;
+                failure_history.last_attempt = 2;
                 failure_history.last_error = Some("no such card".into());
                 Settled::new(delivery, Settlement::Reject(reason))
                     .with_failure_history(failure_history)

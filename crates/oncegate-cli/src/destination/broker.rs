@@ -53,7 +53,7 @@ impl Broker {
         let section = format!("{}.", self.name());
         config.has_section(self.name())
             || config
-                .given_settings()
+                .configured_values()
                 .any(|given| given.setting.key.starts_with(&section))
     }
 

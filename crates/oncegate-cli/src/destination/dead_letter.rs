@@ -128,10 +128,10 @@ impl DeadLetter {
         Some(format!("letter-{digits}"))
     }
 
-    /// The fencing token of the id when the message was dead-lettered, which is the number of the
-    /// last attempt; 0 if unknown.
-    pub(crate) fn fencing_token(&self) -> u32 {
-        self.header(headers::FENCE)
+    /// The number of the last attempt when the message was dead-lettered, which is the fencing
+    /// token of the id; 0 if unknown.
+    pub(crate) fn last_attempt(&self) -> u32 {
+        self.header(headers::LAST_ATTEMPT)
             .and_then(|text| text.parse().ok())
             .unwrap_or(0)
     }
@@ -240,8 +240,8 @@ impl DeadLetter {
                 .header(headers::CRASHES)
                 .and_then(|text| text.parse().ok())
                 .unwrap_or(0),
-            fence: self
-                .header(headers::FENCE)
+            last_attempt: self
+                .header(headers::LAST_ATTEMPT)
                 .and_then(|text| text.parse().ok()),
             first_error: self.header(headers::FIRST_ERROR),
             last_error: self.header(headers::LAST_ERROR),
@@ -275,9 +275,9 @@ pub(crate) struct DeadLetterSummary<'a> {
     pub(crate) attempts: Option<u32>,
     /// The number of attempts whose lease expired without an outcome.
     pub(crate) crashes: u32,
-    /// The fencing token: the number of the last attempt.
+    /// The number of the last attempt, which is its fencing token.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) fence: Option<u32>,
+    pub(crate) last_attempt: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     first_error: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -262,7 +262,15 @@ fn delivery_count_warning(messages: &[DeadLetter]) -> String {
 
 pub(crate) fn table(messages: &[DeadLetter]) -> TextTable {
     let mut table = TextTable::new(&[
-        "where", "id", "reason", "attempts", "crashes", "fence", "from", "state", "error",
+        "where",
+        "id",
+        "reason",
+        "attempts",
+        "crashes",
+        "last attempt",
+        "from",
+        "state",
+        "error",
     ]);
     for message in messages {
         let view = message.summary();
@@ -273,7 +281,7 @@ pub(crate) fn table(messages: &[DeadLetter]) -> TextTable {
             view.reason.to_owned(),
             or_dash(view.attempts.map(|count| count.to_string())),
             view.crashes.to_string(),
-            or_dash(view.fence.map(|number| number.to_string())),
+            or_dash(view.last_attempt.map(|number| number.to_string())),
             or_dash(view.from.clone()),
             format!("{:?}", view.state).to_lowercase(),
             message

@@ -259,7 +259,7 @@ fn plan_without_marker(
     // Without a valid id the message cannot have been handled.
     if accepted.accept_forgotten
         || matches!(message.reason(), "missing-id" | "unusable-id")
-        || !marker_may_have_expired(message, context.config.window())
+        || !marker_may_have_expired(message, context.config.dedup_window())
     {
         return Ok(NEW_COPY);
     }

@@ -403,7 +403,7 @@ fn check_retention(
         .filter(|_| deletes)
         .and_then(|ms| u64::try_from(ms).ok())
         .map(Duration::from_millis);
-    if retention.is_none_or(|retention| retention > config.window()) {
+    if retention.is_none_or(|retention| retention > config.dedup_window()) {
         let how_long = retention.map_or_else(
             || "without limit".to_owned(),
             |retention| format!("for {}", duration_text(retention)),
@@ -414,7 +414,7 @@ fn check_retention(
             format!(
                 "it keeps messages {how_long}, and ids are remembered for {}: after an offset reset, older messages are handled \
                  again, or are in doubt in at most once",
-                duration_text(config.window())
+                duration_text(config.dedup_window())
             ),
             "lengthen gate.dedup-window (`.dedup_window(…)`) to the maximum offset reset, or shorten retention.ms",
         );

@@ -26,7 +26,7 @@ pub(super) fn volatile_store_severity(config: &Config) -> Severity {
 /// A setting is invalid.
 pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     config.check()?;
-    let (lease, window, max_age) = (config.lease(), config.window(), config.max_age());
+    let (lease, window, max_age) = (config.lease(), config.dedup_window(), config.max_age());
     if lease >= window {
         findings.error(
             "lease-not-shorter-than-window",
@@ -66,7 +66,7 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
     // ignored here.
     let longest_unacknowledged = config
         .consumer(Consumer::builder())
-        .map_or(Duration::ZERO, |consumer| consumer.longest_open());
+        .map_or(Duration::ZERO, |consumer| consumer.max_unsettled_time());
     let consumer_timeout = config.consumer_timeout();
     if config.has("rabbitmq.url") && longest_unacknowledged > consumer_timeout / 10 * 9 {
         findings.error(

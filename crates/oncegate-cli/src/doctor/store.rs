@@ -296,7 +296,7 @@ fn check_memory(
         } else {
             Markers::Plain
         };
-        let load = Load::new(rate, config.window())
+        let load = Load::new(rate, config.dedup_window())
             .with_markers(markers)
             .with_primaries(primaries);
         let needs = plan(&load).memory;

@@ -406,7 +406,8 @@ fn may_have_unrecorded_effect(evidence: &Evidence, message: &DeadLetter) -> bool
     let is_one = |header| message.header(header) == Some("1");
     // A failure without an effect leaves no marker, so the attempt after it has the number 1, too.
     // While the store is unavailable, every attempt has it.
-    let is_first = is_one(headers::ATTEMPTS) || is_one(headers::FENCE) && !evidence.passes_through;
+    let is_first =
+        is_one(headers::ATTEMPTS) || is_one(headers::LAST_ATTEMPT) && !evidence.passes_through;
     match message.reason() {
         // A first attempt that the handler refused had no effect, and leaves no marker.
         "refused" => !is_first,
@@ -753,7 +754,7 @@ mod tests {
         let headers = [
             (headers::REASON, "attempts-spent"),
             (headers::ATTEMPTS, "20"),
-            (headers::FENCE, "1"),
+            (headers::LAST_ATTEMPT, "1"),
         ];
         let mut evidence = evidence(MarkerState::Absent, Destination::DeadLetters, &headers);
         assert_eq!(of(&evidence).0, HandlingVerdict::DeadLettered);

@@ -2,7 +2,9 @@
 //! the audit, and applied only if the marker is unchanged since it was read.
 
 use clap::Args;
-use oncegate::marker::{self, Ask, Effect, Marker, Operation, Token, UNKNOWN_ATTEMPT, Verdict};
+use oncegate::marker::{
+    self, Effect, Marker, Operation, OperationKind, Token, UNKNOWN_ATTEMPT, Verdict,
+};
 use oncegate::store::MarkerWithExpiry;
 use oncegate::{Key, MessageId};
 use serde::Serialize;
@@ -27,7 +29,7 @@ impl ChangeArgs {
     /// Reads the marker of the id.
     async fn marker<'a>(&self, context: &'a CliContext) -> Result<ObservedMarker<'a>, CliError> {
         let id = config::id(&context.config, &self.id)?;
-        ObservedMarker::look(context, &MarkerStore::of(&context.config)?, id).await
+        ObservedMarker::read_marker(context, &MarkerStore::of(&context.config)?, id).await
     }
 }
 
@@ -45,13 +47,13 @@ impl<'a> ObservedMarker<'a> {
     ///
     /// # Errors
     /// The store failed, or the value of the key is not a marker.
-    pub(crate) async fn look(
+    pub(crate) async fn read_marker(
         context: &'a CliContext,
         markers: &MarkerStore,
         id: MessageId,
     ) -> Result<Self, CliError> {
         let key = config::key(&context.config, &id)?;
-        let stored = markers.look(&context.config, &key).await?;
+        let stored = markers.read_marker(&context.config, &key).await?;
         Ok(Self {
             context,
             markers: markers.clone(),
@@ -80,7 +82,11 @@ impl<'a> ObservedMarker<'a> {
     ///
     /// # Errors
     /// The store failed, or the marker changed meanwhile and nothing was written.
-    pub(crate) async fn apply(&self, request: Ask, last_attempt: u32) -> Result<(), CliError> {
+    pub(crate) async fn apply(
+        &self,
+        request: OperationKind,
+        last_attempt: u32,
+    ) -> Result<(), CliError> {
         match self
             .markers
             .apply(self.operation(request, last_attempt))
@@ -95,7 +101,7 @@ impl<'a> ObservedMarker<'a> {
     }
 
     /// The state of the marker after a change that frees the id, as text.
-    pub(crate) fn state_after_freeing(&self, request: Ask, last_attempt: u32) -> String {
+    pub(crate) fn state_after_freeing(&self, request: OperationKind, last_attempt: u32) -> String {
         match marker::freed(&self.operation(request, last_attempt)) {
             Some(Marker::Cleared { attempts, .. }) => {
                 format!("cleared, attempt {}", attempts.number)
@@ -104,14 +110,17 @@ impl<'a> ObservedMarker<'a> {
         }
     }
 
-    fn operation(&self, request: Ask, last_attempt: u32) -> Operation {
+    fn operation(&self, request: OperationKind, last_attempt: u32) -> Operation {
         let hold = match self.stored.marker {
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
             _ => None,
         };
         let config = &self.context.config;
         let mut terms = config::terms(config, hold.and_then(|hold| hold.fingerprint));
-        let frees = matches!(request, Ask::Redrive { .. } | Ask::Forget { .. });
+        let frees = matches!(
+            request,
+            OperationKind::Redrive { .. } | OperationKind::Forget { .. }
+        );
         if frees {
             // A consumer with `Bare` treats every marker as a duplicate, so with this guarantee the
             // operation deletes the marker.
@@ -121,7 +130,7 @@ impl<'a> ObservedMarker<'a> {
         let holder = hold.filter(|_| !frees);
         Operation {
             key: self.key.clone(),
-            ask: request,
+            kind: request,
             token: holder.map_or_else(Token::random, |hold| hold.token),
             attempt: holder.map_or(last_attempt, |hold| hold.attempts.number),
             terms,
@@ -143,11 +152,11 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
     let seen = marker.stored.marker;
     let (request, consequence) = match marker.state() {
         MarkerState::Done => (
-            Ask::Forget { seen },
+            OperationKind::Forget { seen },
             "was handled, and would be handled AGAIN if a message with this id came",
         ),
         MarkerState::Rejected => (
-            Ask::Redrive {
+            OperationKind::Redrive {
                 seen,
                 effect: Effect::Unknown,
             },
@@ -222,7 +231,7 @@ pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result
     let duration = Some(config::window_description(&context.config));
     let planned = MarkerChange {
         what: "marker complete",
-        request: Ask::Complete,
+        request: OperationKind::Complete,
         last_attempt: 0,
         after: "done".into(),
         duration,
@@ -234,7 +243,7 @@ pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result
 /// A planned marker change.
 struct MarkerChange {
     what: &'static str,
-    request: Ask,
+    request: OperationKind,
     /// If the change frees the id, later attempts are numbered above this.
     last_attempt: u32,
     /// The state after the change.
@@ -271,8 +280,11 @@ async fn run(
         String::new()
     };
     if !change.confirm.yes {
-        let description =
-            MarkerDescription::of(marker.key.as_str(), &marker.stored, context.config.window());
+        let description = MarkerDescription::of(
+            marker.key.as_str(),
+            &marker.stored,
+            context.config.dedup_window(),
+        );
         let text = format!(
             "{}\n{what}: {} {consequence}. It would be {after}.{notice}",
             description.to_text(),

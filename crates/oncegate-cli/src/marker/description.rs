@@ -59,9 +59,9 @@ pub(crate) struct MarkerDescription {
     /// Whether an attempt may have had an effect, although none is recorded as handled.
     #[serde(skip)]
     pub(crate) may_have_effect: bool,
-    /// The fencing token: the number of the last attempt.
+    /// The number of the last attempt, which is its fencing token.
     #[serde(skip_serializing_if = "Option::is_none")]
-    fence: Option<u32>,
+    last_attempt: Option<u32>,
     /// The first digits of the token of the current claim.
     #[serde(skip_serializing_if = "Option::is_none")]
     claim: Option<String>,
@@ -106,7 +106,7 @@ impl MarkerDescription {
                 Marker::InProgress(_) | Marker::InDoubt(..) => true,
                 _ => false,
             },
-            fence: last_attempt(&stored.marker),
+            last_attempt: last_attempt(&stored.marker),
             claim: hold.map(|hold| claim(&hold)),
             guarantee: hold.map(|hold| guarantee_name(hold.guarantee)),
             written_at_ms: age
@@ -134,7 +134,7 @@ impl MarkerDescription {
             attempts: None,
             crashes: None,
             may_have_effect: false,
-            fence: None,
+            last_attempt: None,
             claim: None,
             guarantee: None,
             written_at_ms: None,
@@ -151,7 +151,7 @@ impl MarkerDescription {
             self.key.clone(),
             self.state.word().to_owned(),
             or_dash(self.attempts.map(|count| count.to_string())),
-            or_dash(self.fence.map(|number| number.to_string())),
+            or_dash(self.last_attempt.map(|number| number.to_string())),
             or_dash(self.written_at_ms.map(utc_text)),
             or_dash(
                 self.expires_in_ms
@@ -172,7 +172,10 @@ impl MarkerDescription {
         };
         add("attempts", self.attempts.map(|count| count.to_string()));
         add("crashes", self.crashes.map(|count| count.to_string()));
-        add("fence", self.fence.map(|number| number.to_string()));
+        add(
+            "last attempt",
+            self.last_attempt.map(|number| number.to_string()),
+        );
         add("claim", self.claim.clone());
         add("guarantee", self.guarantee.map(str::to_owned));
         add("written", self.written_at_ms.map(utc_text));

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use oncegate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+use oncegate::marker::{Guarantee, Operation, OperationKind, Terms, Token, Verdict};
 use oncegate::{MessageId, Redis, Scope, Sqlite, Store};
 use oncegate_postgres::Postgres;
 use oncegate_testkit::operations::SECOND;
@@ -171,10 +171,10 @@ impl TestCli {
     }
 
     /// Applies an operation as a consumer does.
-    pub(crate) async fn ask(
+    pub(crate) async fn apply_one(
         &self,
         id: &str,
-        ask: Ask,
+        kind: OperationKind,
         token: u128,
         attempt: u32,
         terms: Terms,
@@ -182,7 +182,7 @@ impl TestCli {
         let key = Scope::none().key(&MessageId::new(id).expect("an id"));
         let operation = Operation {
             key,
-            ask,
+            kind,
             token: Token(token),
             attempt,
             terms,

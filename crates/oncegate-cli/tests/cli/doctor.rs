@@ -153,8 +153,14 @@ async fn finds_an_sqlite_file_in_memory() {
         .prints("errors: 0, warnings: 1")
         .prints(&format!("no file yet at {path}"));
     assert!(!cli.path("markers.db").exists(), "doctor creates no file");
-    cli.ask("a", oncegate::marker::Ask::Claim, 1, 0, crate::cli::terms())
-        .await;
+    cli.apply_one(
+        "a",
+        oncegate::marker::OperationKind::Claim,
+        1,
+        0,
+        crate::cli::terms(),
+    )
+    .await;
     assert_findings(&cli, &[]);
     cli.run(&["doctor"])
         .exits_with(0)

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use oncegate::marker::Ask;
+use oncegate::marker::OperationKind;
 
 use crate::cli::{TestCli, terms};
 use crate::fixture::{Broker, BrokerFixture, PaymentProvider};
@@ -396,10 +396,13 @@ async fn explain_uses_the_last_action() {
         says(&explanation("c").await).contains("dora forgot it"),
         "the audit keeps the action by the hash of the id"
     );
-    fixture.cli.ask("c", Ask::Claim, 1, 0, terms()).await;
     fixture
         .cli
-        .ask("c", Ask::Complete, 1, 1_000_001, terms())
+        .apply_one("c", OperationKind::Claim, 1, 0, terms())
+        .await;
+    fixture
+        .cli
+        .apply_one("c", OperationKind::Complete, 1, 1_000_001, terms())
         .await;
     let handled = explanation("c").await;
     assert!(
@@ -457,7 +460,8 @@ async fn dead_letters_are_not_counted_as_duplicates_and_control_characters_are_r
 async fn explain_claims_only_the_configured_guarantee() {
     let cli = TestCli::new();
     cli.run(&["marker", "complete", "a", "--yes"]).exits_with(0);
-    cli.ask("b", Ask::Complete, 1, 1, terms()).await;
+    cli.apply_one("b", OperationKind::Complete, 1, 1, terms())
+        .await;
     let output = cli
         .run(&["explain", "b"])
         .exits_with(0)

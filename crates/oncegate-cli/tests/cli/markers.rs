@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate::marker::Fingerprint;
-use oncegate::marker::{Ask, Attempts, Effect, Guarantee, Marker, Terms, Verdict};
+use oncegate::marker::{Attempts, Effect, Guarantee, Marker, OperationKind, Terms, Verdict};
 
 use crate::cli::{TestCli, terms};
 
@@ -13,7 +13,7 @@ pub(crate) async fn write_one_marker_per_state(cli: &TestCli) {
         fingerprint: Some(Fingerprint::new(42)),
         ..terms()
     };
-    let claim = |id: &'static str, terms| cli.ask(id, Ask::Claim, 1, 0, terms);
+    let claim = |id: &'static str, terms| cli.apply_one(id, OperationKind::Claim, 1, 0, terms);
     claim("held", terms()).await;
     claim(
         "left",
@@ -24,18 +24,26 @@ pub(crate) async fn write_one_marker_per_state(cli: &TestCli) {
     )
     .await;
     claim("handled", body).await;
-    cli.ask("handled", Ask::Complete, 1, 1, body).await;
-    claim("refused", terms()).await;
-    cli.ask("refused", Ask::Reject(Effect::Nothing), 1, 1, terms())
+    cli.apply_one("handled", OperationKind::Complete, 1, 1, body)
         .await;
+    claim("refused", terms()).await;
+    cli.apply_one(
+        "refused",
+        OperationKind::Reject(Effect::Nothing),
+        1,
+        1,
+        terms(),
+    )
+    .await;
     claim("unknown", terms()).await;
-    cli.ask("unknown", Ask::Doubt, 1, 1, terms()).await;
+    cli.apply_one("unknown", OperationKind::Doubt, 1, 1, terms())
+        .await;
     let again = Terms {
         guarantee: Guarantee::EffectivelyOnce,
         ..terms()
     };
     claim("failed", again).await;
-    cli.ask("failed", Ask::Clear(Effect::Unknown), 1, 1, again)
+    cli.apply_one("failed", OperationKind::Clear(Effect::Unknown), 1, 1, again)
         .await;
 }
 
@@ -142,9 +150,9 @@ async fn forget_previews_and_audits() {
         "done",
         "a preview changes nothing"
     );
-    // The fence continues above the last attempt, which a done marker does not store.
-    for (id, fence) in [("handled", 1_000_000), ("refused", 1)] {
-        let says = format!("is cleared, attempt {fence} now");
+    // The numbers continue above the last attempt, which a done marker does not store.
+    for (id, last_attempt) in [("handled", 1_000_000), ("refused", 1)] {
+        let says = format!("is cleared, attempt {last_attempt} now");
         cli.run(&[
             "marker", "forget", id, "--yes", "--why", "a test", "--as", "ann",
         ])
@@ -152,8 +160,8 @@ async fn forget_previews_and_audits() {
         .prints(&says);
         let shown = cli.json(&["marker", "show", id]);
         assert_eq!(
-            (&shown["state"], &shown["fence"]),
-            (&"cleared".into(), &fence.into())
+            (&shown["state"], &shown["last_attempt"]),
+            (&"cleared".into(), &last_attempt.into())
         );
     }
     let refused = [
@@ -221,7 +229,7 @@ async fn forget_previews_and_audits() {
         .exits_with(0)
         .prints("WHO")
         .prints("marker forget");
-    // Forgotten again, it continues above the recorded fence.
+    // Forgotten again, it continues above the recorded attempt.
     cli.run(&["marker", "complete", "handled", "--yes"])
         .exits_with(0);
     cli.run(&["marker", "forget", "handled", "--yes"])
@@ -233,7 +241,8 @@ async fn forget_previews_and_audits() {
         crashes: 0,
     };
     assert_eq!(
-        cli.ask("handled", Ask::Claim, 9, 0, terms()).await,
+        cli.apply_one("handled", OperationKind::Claim, 9, 0, terms())
+            .await,
         Verdict::Granted(next)
     );
 }
@@ -258,7 +267,7 @@ async fn completed_ids_do_not_run() {
             .prints("is done now");
         assert!(
             matches!(
-                cli.ask(id, Ask::Claim, 9, 0, terms()).await,
+                cli.apply_one(id, OperationKind::Claim, 9, 0, terms()).await,
                 oncegate::marker::Verdict::Duplicate
             ),
             "{id}"
@@ -281,8 +290,8 @@ async fn completion_keeps_the_fingerprint_and_accepts_any_id() {
         ..terms()
     };
     let odd = "söme {id} with\nlines";
-    cli.ask(odd, Ask::Claim, 1, 0, body).await;
-    cli.ask(odd, Ask::Doubt, 1, 1, body).await;
+    cli.apply_one(odd, OperationKind::Claim, 1, 0, body).await;
+    cli.apply_one(odd, OperationKind::Doubt, 1, 1, body).await;
     cli.run(&["marker", "complete", odd, "--yes"]).exits_with(0);
     let shown = cli.json(&["marker", "show", odd]);
     assert_eq!(
@@ -404,7 +413,7 @@ async fn unreadable_markers_are_listed_and_unchanged() {
     assert!(!newer.out.contains("DEL "), "not to be deleted: {newer:?}");
     let seen = cli
         .store()
-        .look(&oncegate::Key::new(
+        .read_marker(&oncegate::Key::new(
             &oncegate::MessageId::new("odd").expect("an id"),
         ))
         .await;

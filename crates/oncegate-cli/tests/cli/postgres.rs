@@ -1,6 +1,6 @@
 //! The commands on PostgreSQL.
 
-use oncegate::marker::{Ask, Attempts, Verdict};
+use oncegate::marker::{Attempts, OperationKind, Verdict};
 
 use crate::cli::{TestCli, terms};
 use crate::markers::write_one_marker_per_state;
@@ -86,14 +86,16 @@ async fn changes_apply_to_consumers_and_are_audited_in_the_database() {
         crashes: 0,
     };
     assert_eq!(
-        cli.ask("refused", Ask::Claim, 9, 0, terms()).await,
+        cli.apply_one("refused", OperationKind::Claim, 9, 0, terms())
+            .await,
         Verdict::Granted(next)
     );
     cli.run(&["marker", "complete", "left", "--yes"])
         .exits_with(0)
         .prints("is done now");
     assert_eq!(
-        cli.ask("left", Ask::Claim, 9, 0, terms()).await,
+        cli.apply_one("left", OperationKind::Claim, 9, 0, terms())
+            .await,
         Verdict::Duplicate
     );
     let actions = |arguments: &[&str]| cli.json(arguments).as_array().map(Vec::len);

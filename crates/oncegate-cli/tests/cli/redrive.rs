@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use lapin::options::BasicGetOptions;
-use oncegate::marker::{Ask, Terms};
+use oncegate::marker::{OperationKind, Terms};
 use rdkafka::admin::{AdminOptions, AlterConfig, ResourceSpecifier};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::producer::{FutureProducer, FutureRecord};
@@ -341,7 +341,10 @@ async fn conflicts_are_redriven_only_by_id(broker: Broker) {
         lease: std::time::Duration::from_millis(1),
         ..terms()
     };
-    fixture.cli.ask("held", Ask::Claim, 1, 0, short).await;
+    fixture
+        .cli
+        .apply_one("held", OperationKind::Claim, 1, 0, short)
+        .await;
     fixture
         .dead_letter("dead-letters", "held", "conflict", &[])
         .await;
@@ -365,7 +368,10 @@ async fn lapsed_ids_are_redriven(broker: Broker) {
         lease: std::time::Duration::from_millis(1),
         ..terms()
     };
-    fixture.cli.ask("a", Ask::Claim, 1, 0, short).await;
+    fixture
+        .cli
+        .apply_one("a", OperationKind::Claim, 1, 0, short)
+        .await;
     fixture
         .dead_letter("dead-letters", "a", "attempts-spent", &[])
         .await;
@@ -606,8 +612,14 @@ async fn a_refused_copy_blocks_no_other_message() {
         5_000,
     )
     .await;
-    fixture.cli.ask("doubt", Ask::Claim, 1, 0, terms()).await;
-    fixture.cli.ask("doubt", Ask::Doubt, 1, 1, terms()).await;
+    fixture
+        .cli
+        .apply_one("doubt", OperationKind::Claim, 1, 0, terms())
+        .await;
+    fixture
+        .cli
+        .apply_one("doubt", OperationKind::Doubt, 1, 1, terms())
+        .await;
     fixture
         .dead_letter("dead-letters", "small", "refused", &[])
         .await;
@@ -820,8 +832,14 @@ async fn ids_that_are_not_in_doubt_are_not_resolved() {
         "absent"
     );
     // A marker without a message may be in doubt, and the finding lasts for the window.
-    fixture.cli.ask("a", Ask::Claim, 1, 0, terms()).await;
-    fixture.cli.ask("a", Ask::Doubt, 1, 1, terms()).await;
+    fixture
+        .cli
+        .apply_one("a", OperationKind::Claim, 1, 0, terms())
+        .await;
+    fixture
+        .cli
+        .apply_one("a", OperationKind::Doubt, 1, 1, terms())
+        .await;
     fixture
         .run(&["in-doubt", "resolve", "a", "--happened", "--dry-run"])
         .await

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use oncegate::marker::{Ask, Attempts, UNKNOWN_ATTEMPT, Verdict};
+use oncegate::marker::{Attempts, OperationKind, UNKNOWN_ATTEMPT, Verdict};
 use oncegate::{Failure, Gate, GateError, Guarantee, RunOutcome};
 use serde_json::Value;
 
@@ -68,17 +68,17 @@ async fn changes_apply_to_consumers_and_are_audited_beside_the_file() {
         "done",
         "a preview changes nothing"
     );
-    for (id, fence) in [("handled", UNKNOWN_ATTEMPT), ("refused", 1)] {
+    for (id, last_attempt) in [("handled", UNKNOWN_ATTEMPT), ("refused", 1)] {
         cli.run(&["marker", "forget", id, "--yes", "--as", "ann"])
             .exits_with(0)
-            .prints(&format!("is cleared, attempt {fence} now"));
+            .prints(&format!("is cleared, attempt {last_attempt} now"));
         let next = Attempts {
-            number: fence + 1,
-            base: fence,
+            number: last_attempt + 1,
+            base: last_attempt,
             crashes: 0,
         };
         assert_eq!(
-            cli.ask(id, Ask::Claim, 9, 0, terms()).await,
+            cli.apply_one(id, OperationKind::Claim, 9, 0, terms()).await,
             Verdict::Granted(next),
             "{id}"
         );
@@ -95,7 +95,7 @@ async fn changes_apply_to_consumers_and_are_audited_beside_the_file() {
             .prints("is done now");
         assert!(
             matches!(
-                cli.ask(id, Ask::Claim, 9, 0, terms()).await,
+                cli.apply_one(id, OperationKind::Claim, 9, 0, terms()).await,
                 Verdict::Duplicate
             ),
             "{id}"

@@ -13,7 +13,7 @@ use crate::clock::now;
 use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
 use crate::lifecycle::{ClaimTries, Event, Outage, Stage};
-use crate::marker::{Ask, Operation, Verdict};
+use crate::marker::{Operation, OperationKind, Verdict};
 use crate::slots::Slot;
 use crate::store::{BoxError, StoreError};
 
@@ -177,7 +177,7 @@ impl Engine {
             }
             Verdict::Done { .. } => {
                 if let Some(lease) = &entry.in_flight.shared().lease
-                    && matches!(operation.ask, Ask::Complete)
+                    && matches!(operation.kind, OperationKind::Complete)
                 {
                     let age = lease.sent.elapsed_at(self.clock.boot);
                     self.reporter.metrics.completed(age);

@@ -19,13 +19,13 @@ use crate::clock::now;
 use crate::context::{Context, SharedDelivery};
 use crate::driver::DriverCommand;
 use crate::fault;
-use crate::id::{MessageId, NoId};
+use crate::id::{IdError, MessageId};
 use crate::in_flight::InFlight;
 use crate::lifecycle::{
     Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Policy, Settlement,
     Stage,
 };
-use crate::marker::{Ask, Attempts, Operation, Terms, Verdict};
+use crate::marker::{Attempts, Operation, OperationKind, Terms, Verdict};
 use crate::message::Message;
 use crate::message_age::age;
 use crate::ordering::KeyState;
@@ -57,8 +57,8 @@ impl Engine {
         let ordering_key = self.intake.ordering_key(&delivery);
         let (arrival, id, id_error) = match id {
             Ok(id) => (Event::Arrived, Some(id), None),
-            Err(NoId::Missing) => (Event::NoId, None, Some(self.id.missing_text())),
-            Err(NoId::Unusable(error)) => (Event::UnusableId, None, Some(error)),
+            Err(IdError::Missing) => (Event::NoId, None, Some(self.id.missing_text())),
+            Err(IdError::Unusable(error)) => (Event::UnusableId, None, Some(error)),
         };
         let shared = self.intake.share(SharedDelivery {
             id,
@@ -101,7 +101,7 @@ impl Engine {
 
     /// The id and the terms of a message. The user's functions for the id and the fingerprint run
     /// here: if one panics, the id is unusable.
-    fn identify(&self, message: &Message) -> (Result<MessageId, NoId>, Terms) {
+    fn identify(&self, message: &Message) -> (Result<MessageId, IdError>, Terms) {
         let lease = self.leases.duration();
         let read = || {
             let terms = self.settings.terms(message);
@@ -124,7 +124,7 @@ impl Engine {
                 window,
                 fingerprint: None,
             };
-            (Err(NoId::Unusable(error)), terms)
+            (Err(IdError::Unusable(error)), terms)
         })
     }
 
@@ -375,8 +375,8 @@ impl Engine {
         let is_claim = matches!(stage, Stage::Claiming(..) | Stage::ClaimingInDrain(_));
         entry.store_span = spans::if_enabled(|| {
             let shared = entry.in_flight.shared();
-            let ask = stage.pending_ask().unwrap_or(Ask::Claim);
-            spans::operation(&ask, shared.id.as_ref(), attempt, Some(shared))
+            let kind = stage.pending_operation().unwrap_or(OperationKind::Claim);
+            spans::operation(&kind, shared.id.as_ref(), attempt, Some(shared))
         });
         if !is_claim {
             return self.batcher.enqueue_outcome(slot);
@@ -501,7 +501,7 @@ impl Engine {
         let Some(id) = &shared.id else { return };
         let claim = Operation {
             key: self.settings.scope.key(id),
-            ask: Ask::Claim,
+            kind: OperationKind::Claim,
             token: in_flight.driver().token,
             attempt: 0,
             terms: shared.terms,

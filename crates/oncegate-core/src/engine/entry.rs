@@ -172,7 +172,7 @@ impl InFlightEntry {
         let shared = self.in_flight.shared();
         Some(Operation {
             key: scope.key(shared.id.as_ref()?),
-            ask: self.stage().pending_ask()?,
+            kind: self.stage().pending_operation()?,
             token: self.in_flight.driver().token,
             attempt: self.attempt(),
             terms: shared.terms,

@@ -109,7 +109,7 @@ impl Logs {
         let first = failure_history.and_then(|history| history.first_error.as_deref());
         let last = failure_history.and_then(|history| history.last_error.as_deref());
         let (error, last_error) = (
-            first.or(last).or(Some(reason.cause())),
+            first.or(last).or(Some(reason.description())),
             last.filter(|_| last != first && first.is_some()),
         );
         let (id, attempts, crashes) = (

@@ -129,18 +129,18 @@ impl Reporter {
         suspects: &Suspects,
         unavailable_stores: usize,
     ) {
-        if let Some((queued, bytes)) = intake.full_queue() {
-            self.logs.queue_full(queued, bytes);
+        if let Some((count, bytes)) = intake.full_queue() {
+            self.logs.queue_full(count, bytes);
         }
         self.logs.log_suppressed(now);
-        let (in_flight, waiting) = (intake.in_flight(), intake.count(Phase::Queued));
+        let (in_flight, queued) = (intake.in_flight(), intake.count(Phase::Queued));
         let isolated = suspects.count(|slot| {
             let entry = intake.at(slot);
             entry.is_some_and(|entry| matches!(entry.stage(), Stage::New(_)))
         });
         self.metrics.set_gauges(GaugeValues {
             in_flight,
-            waiting,
+            waiting: queued,
             awaiting_claim: intake.count(Phase::AwaitingClaim),
             isolated,
             unavailable_stores,
@@ -156,12 +156,12 @@ impl Reporter {
             let age = intake.at(slot)?.arrived.elapsed_at(boot);
             Some((now.checked_sub(age)?, slot))
         });
-        status.publish(in_flight, waiting, isolated, all.collect(), |slot| {
+        status.publish(in_flight, queued, isolated, all.collect(), |slot| {
             let entry = intake.at(slot)?;
             Some(InFlightDelivery {
                 id: entry.id().cloned(),
                 origin: entry.in_flight.message().origin.clone(),
-                since: Duration::ZERO,
+                elapsed: Duration::ZERO,
                 state: DeliveryState::of(entry.stage()),
                 attempt: entry.attempt(),
                 crashes: entry.in_flight.driver().attempts.crashes,

@@ -13,7 +13,7 @@ use crate::boot_time::BootTime;
 use crate::breaker::{Breaker, BreakerState};
 use crate::clock::now;
 use crate::fault;
-use crate::marker::{Ask, Operation, Verdict};
+use crate::marker::{Operation, OperationKind, Verdict};
 use crate::slots::Slot;
 use crate::source::SourceProperties;
 use crate::store::{Store, StoreError};
@@ -246,7 +246,7 @@ impl StoreBatcher {
         match answer {
             Ok(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) => {
                 self.late.put_back(Operation {
-                    ask: Ask::Complete,
+                    kind: OperationKind::Complete,
                     attempt: attempts.number,
                     ..operation.clone()
                 });
@@ -309,12 +309,12 @@ mod tests {
     use crate::memory::MemoryStore;
     use crate::slots::Slots;
 
-    fn operation(id: usize, ask: Ask) -> Operation {
+    fn operation(id: usize, kind: OperationKind) -> Operation {
         Operation {
             key: Key::new(&MessageId::new(id.to_string()).expect("an id")),
-            ask,
+            kind,
             token: Token(id as u128 + 1),
-            attempt: u32::from(ask != Ask::Claim),
+            attempt: u32::from(kind != OperationKind::Claim),
             terms: Terms {
                 guarantee: Guarantee::EffectivelyOnce,
                 lease: Duration::from_secs(30),
@@ -335,15 +335,15 @@ mod tests {
     async fn sent(
         batcher: &mut StoreBatcher,
         may_claim: impl Fn(Slot) -> bool,
-        asks: &[Ask],
-    ) -> Vec<(usize, Ask)> {
-        let operation = |slot: Slot| Some(operation(slot.index, asks[slot.index]));
+        kinds: &[OperationKind],
+    ) -> Vec<(usize, OperationKind)> {
+        let operation = |slot: Slot| Some(operation(slot.index, kinds[slot.index]));
         batcher.send(1, Instant::now(), |slot, _| may_claim(slot), operation);
         let Some(batch) = batcher.try_answered() else {
             return Vec::new();
         };
         let sent = batch.slots.iter().zip(&batch.operations);
-        let sent = sent.map(|(slot, it)| (slot.map_or(usize::MAX, |slot| slot.index), it.ask));
+        let sent = sent.map(|(slot, it)| (slot.map_or(usize::MAX, |slot| slot.index), it.kind));
         let sent = sent.collect();
         batcher.finish_batch(batch);
         assert_eq!(batcher.claims_sent(), 0);
@@ -353,47 +353,50 @@ mod tests {
     #[tokio::test]
     async fn outcomes_are_sent_before_claims_and_claims_keep_their_order() {
         let (mut batcher, mut slots) = (batcher(2), Slots::new(6));
-        let asks = [
-            Ask::Claim,
-            Ask::Claim,
-            Ask::Complete,
-            Ask::Claim,
-            Ask::Complete,
-            Ask::Complete,
+        let kinds = [
+            OperationKind::Claim,
+            OperationKind::Claim,
+            OperationKind::Complete,
+            OperationKind::Claim,
+            OperationKind::Complete,
+            OperationKind::Complete,
         ];
-        for ask in asks {
+        for kind in kinds {
             let slot = slots.insert(());
-            match ask {
-                Ask::Claim => batcher.enqueue_claim(slot),
+            match kind {
+                OperationKind::Claim => batcher.enqueue_claim(slot),
                 _ => batcher.enqueue_outcome(slot),
             }
         }
-        let first = sent(&mut batcher, |slot| slot.index != 0, &asks).await;
+        let first = sent(&mut batcher, |slot| slot.index != 0, &kinds).await;
         assert_eq!(
             first,
             [
-                (2, Ask::Complete),
-                (4, Ask::Complete),
-                (1, Ask::Claim),
-                (3, Ask::Claim)
+                (2, OperationKind::Complete),
+                (4, OperationKind::Complete),
+                (1, OperationKind::Claim),
+                (3, OperationKind::Claim)
             ]
         );
-        let second = sent(&mut batcher, |_| false, &asks).await;
-        assert_eq!(second, [(5, Ask::Complete)]);
-        assert_eq!(sent(&mut batcher, |_| true, &asks).await, [(0, Ask::Claim)]);
-        assert_eq!(sent(&mut batcher, |_| true, &asks).await, []);
+        let second = sent(&mut batcher, |_| false, &kinds).await;
+        assert_eq!(second, [(5, OperationKind::Complete)]);
+        assert_eq!(
+            sent(&mut batcher, |_| true, &kinds).await,
+            [(0, OperationKind::Claim)]
+        );
+        assert_eq!(sent(&mut batcher, |_| true, &kinds).await, []);
     }
 
     #[tokio::test]
     async fn a_late_completion_claims_completes_and_holds_back_claims_of_its_id() {
         let mut batcher = batcher(10);
-        let claim = operation(7, Ask::Claim);
+        let claim = operation(7, OperationKind::Claim);
         assert!(batcher.late.add(claim.clone()).is_ok());
-        for expected in [Ask::Claim, Ask::Complete] {
+        for expected in [OperationKind::Claim, OperationKind::Complete] {
             assert!(batcher.late.must_wait(&claim.key) && !batcher.has_recorded_late_completions());
             batcher.send(1, Instant::now(), |_, _| true, |_| None);
             let batch = batcher.try_answered().expect("the memory store answers");
-            assert_eq!((batch.operations[0].ask, batch.slots[0]), (expected, None));
+            assert_eq!((batch.operations[0].kind, batch.slots[0]), (expected, None));
             for (operation, answer) in batch.operations.iter().zip(&batch.answers) {
                 batcher.on_late_answer(operation, answer, Instant::now(), Duration::ZERO);
             }

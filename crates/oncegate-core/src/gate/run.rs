@@ -16,7 +16,7 @@ use crate::lease::Lease;
 use crate::lifecycle::{
     ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Reason, Settlement, Stage,
 };
-use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+use crate::marker::{Guarantee, Operation, OperationKind, Terms, Token, Verdict};
 use crate::run::{BoundedEnd, RunClock, bounded};
 use crate::settings::{MAX_DURATION, Settings};
 use crate::slots::Slot;
@@ -77,8 +77,8 @@ impl<'a, T> GuardedRun<'a, T> {
             let stage_before = self.driver.stage();
             self.gate.0.outcomes.count_event(event);
             event = match self.driver.handle(event, &policy, |_| Token::random()) {
-                DriverCommand::Apply => match self.driver.stage().pending_ask() {
-                    Some(ask) => self.apply(ask).await,
+                DriverCommand::Apply => match self.driver.stage().pending_operation() {
+                    Some(kind) => self.apply(kind).await,
                     None => return Err(self.no_result()), // does not occur
                 },
                 DriverCommand::AwaitRun if self.lease_is_over() => Event::LeaseOver,
@@ -137,7 +137,7 @@ impl<'a, T> GuardedRun<'a, T> {
 
     /// Applies an operation to the store and returns its event. If it is a granted claim, starts to
     /// renew the lease.
-    async fn apply(&mut self, ask: Ask) -> Event {
+    async fn apply(&mut self, kind: OperationKind) -> Event {
         if !self.gate.0.may_send().await {
             let unavailable =
                 || StoreError::NotApplied("the store did not answer the last operation".into());
@@ -165,13 +165,13 @@ impl<'a, T> GuardedRun<'a, T> {
         let (token, attempt) = (self.driver.token, self.driver.attempts.number);
         let operation = Operation {
             key: settings.scope.key(&self.id),
-            ask,
+            kind,
             token,
             attempt,
             terms,
         };
         let sent = BootTime::now();
-        let span = spans::operation(&ask, Some(&self.id), attempt, None);
+        let span = spans::operation(&kind, Some(&self.id), attempt, None);
         let answer = store
             .apply(std::slice::from_ref(&operation))
             .instrument(span.clone())

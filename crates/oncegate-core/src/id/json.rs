@@ -6,16 +6,16 @@ use std::fmt;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::NoId;
+use super::IdError;
 
 /// The maximum number of digits of a whole number. Without it, the digits of `1e999999999` would
 /// take a gigabyte.
 const LONGEST_NUMBER: usize = 200;
 
 /// Reads the id at a JSON pointer (RFC 6901), as text.
-pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
+pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, IdError> {
     let unusable =
-        |problem: &str| NoId::Unusable(format!("the id at JSON pointer `{pointer}` {problem}"));
+        |problem: &str| IdError::Unusable(format!("the id at JSON pointer `{pointer}` {problem}"));
     let path: Vec<String> = pointer
         .split('/')
         .skip(1)
@@ -34,7 +34,7 @@ pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
         ))
     })?;
     let raw = match found {
-        PathValue::Absent => return Err(NoId::Missing),
+        PathValue::Absent => return Err(IdError::Missing),
         PathValue::Twice => {
             return Err(unusable(
                 "is ambiguous: a name on its path occurs twice in one object",
@@ -46,7 +46,7 @@ pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
         Some(b'"') => {
             serde_json::from_str(raw).map_err(|_| unusable("is text that is not Unicode"))
         }
-        Some(b'n') => Err(NoId::Missing),
+        Some(b'n') => Err(IdError::Missing),
         Some(b'{') => Err(unusable("is an object: name the field in it")),
         Some(b'[') => Err(unusable("is a list: name the element in it")),
         Some(b't' | b'f') => Err(unusable("is a boolean")),
@@ -208,7 +208,7 @@ struct FieldName<'a>(#[serde(borrow)] Cow<'a, str>);
 mod tests {
     use super::*;
 
-    fn at(pointer: &str, body: &str) -> Result<String, NoId> {
+    fn at(pointer: &str, body: &str) -> Result<String, IdError> {
         read(pointer, body.as_bytes())
     }
 
@@ -261,7 +261,7 @@ mod tests {
             ("oops", "no JSON at line 1, column"),
             (r#""a"} {"id":"b""#, "no JSON at line 1, column"),
         ] {
-            let Err(NoId::Unusable(text)) = at("/id", &format!(r#"{{"id":{value}}}"#)) else {
+            let Err(IdError::Unusable(text)) = at("/id", &format!(r#"{{"id":{value}}}"#)) else {
                 panic!("{value}")
             };
             assert!(
@@ -284,10 +284,10 @@ mod tests {
             "1.5",
             "-1",
         ] {
-            assert_eq!(at("/id", body), Err(NoId::Missing), "{body}");
+            assert_eq!(at("/id", body), Err(IdError::Missing), "{body}");
         }
-        assert_eq!(at("/ids/2", r#"{"ids":["a","b"]}"#), Err(NoId::Missing));
-        assert_eq!(at("/ids/01", r#"{"ids":["a","b"]}"#), Err(NoId::Missing));
+        assert_eq!(at("/ids/2", r#"{"ids":["a","b"]}"#), Err(IdError::Missing));
+        assert_eq!(at("/ids/01", r#"{"ids":["a","b"]}"#), Err(IdError::Missing));
     }
 
     #[test]
@@ -307,7 +307,7 @@ mod tests {
         );
         assert!(matches!(
             at("/p/id", r#"{"p":{"id":"a"},"p":{"id":"b"}}"#),
-            Err(NoId::Unusable(_))
+            Err(IdError::Unusable(_))
         ));
     }
 

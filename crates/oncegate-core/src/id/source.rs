@@ -10,10 +10,10 @@ use smallvec::SmallVec;
 use super::{MessageId, json, push_hex};
 use crate::message::{Message, Position};
 
-/// Why a message has no id.
+/// Why no id could be read from a message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum NoId {
+pub enum IdError {
     /// The value that the id is read from is absent, null or empty.
     #[error("the message has no id")]
     Missing,
@@ -182,8 +182,8 @@ impl IdSource {
     /// Reads the id of a message.
     ///
     /// # Errors
-    /// [`NoId`] if it is missing or unusable.
-    pub fn read(&self, message: &Message) -> Result<MessageId, NoId> {
+    /// [`IdError`] if it is missing or unusable.
+    pub fn read(&self, message: &Message) -> Result<MessageId, IdError> {
         self.0.read(message)
     }
 
@@ -206,12 +206,12 @@ impl IdReader {
         }
     }
 
-    fn read(&self, message: &Message) -> Result<MessageId, NoId> {
+    fn read(&self, message: &Message) -> Result<MessageId, IdError> {
         let id = match self {
             IdReader::Header(name) => unambiguous_header(message, name)?.and_then(MessageId::new),
             IdReader::MessageId => message.message_id.as_ref().and_then(MessageId::new),
             IdReader::Key if is_default_routing_key(message) => {
-                return Err(NoId::Unusable(
+                return Err(IdError::Unusable(
                     "the routing key is the name of the queue, as for every message that is sent through the default exchange; read the id from a header, the message id or the body".into(),
                 ));
             }
@@ -227,7 +227,7 @@ impl IdReader {
                     MessageId::new(format!("{}/{partition}/{offset}", message.origin.name))
                 }
                 Position::Queue => {
-                    return Err(NoId::Unusable(
+                    return Err(IdError::Unusable(
                         "a queue has no positions; read the id from the message, for example from a header".into(),
                     ));
                 }
@@ -235,7 +235,7 @@ impl IdReader {
             IdReader::By(read) => read(message).and_then(MessageId::new),
             IdReader::Hashed(read) => Some(read.read(message)?.hashed()),
         };
-        id.ok_or(NoId::Missing)
+        id.ok_or(IdError::Missing)
     }
 }
 
@@ -250,8 +250,8 @@ fn is_default_routing_key(message: &Message) -> bool {
 /// The value of a header.
 ///
 /// # Errors
-/// [`NoId::Unusable`] if the header occurs with different values, or is `true` or `false`.
-fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>, NoId> {
+/// [`IdError::Unusable`] if the header occurs with different values, or is `true` or `false`.
+fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>, IdError> {
     let mut values = message
         .headers
         .iter()
@@ -259,14 +259,14 @@ fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a
         .map(|(_, value)| value);
     let first = values.next().flatten();
     if values.any(|value| value != first) {
-        return Err(NoId::Unusable(format!(
+        return Err(IdError::Unusable(format!(
             "header `{name}` is ambiguous: it occurs several times with different values"
         )));
     }
     // All messages with `true` would have one id, and all but the first would be skipped as
     // duplicates.
     if let Some(b"true" | b"false") = first {
-        return Err(NoId::Unusable(format!("header `{name}` is a boolean")));
+        return Err(IdError::Unusable(format!("header `{name}` is a boolean")));
     }
     Ok(first)
 }
@@ -314,7 +314,7 @@ mod tests {
         };
         for value in ["true", "false"] {
             assert!(
-                matches!(read(value), Err(NoId::Unusable(text)) if text.contains("boolean")),
+                matches!(read(value), Err(IdError::Unusable(text)) if text.contains("boolean")),
                 "{value}"
             );
         }
@@ -333,7 +333,7 @@ mod tests {
         };
         let read = |name, position| IdSource::key().read(&message(name, position));
         assert!(
-            matches!(read("payments", Position::Queue), Err(NoId::Unusable(text)) if text.contains("default exchange"))
+            matches!(read("payments", Position::Queue), Err(IdError::Unusable(text)) if text.contains("default exchange"))
         );
         assert!(read("other", Position::Queue).is_ok());
         let offset = Position::Offset {
@@ -360,7 +360,7 @@ mod tests {
         );
         assert_eq!(read("{}"), MessageId::new("{}").expect("an id"));
         assert_ne!(read("pay-42"), read("pay-43"));
-        assert_eq!(source.read(&Message::new("")), Err(NoId::Missing));
+        assert_eq!(source.read(&Message::new("")), Err(IdError::Missing));
         assert_eq!(format!("{source:?}"), "message id property, hashed");
     }
 
@@ -377,7 +377,7 @@ mod tests {
         assert_eq!(read(IdSource::key()).as_deref(), Some("k"));
         assert_eq!(
             IdSource::key().read(&Message::new("{}")),
-            Err(NoId::Missing)
+            Err(IdError::Missing)
         );
         assert_eq!(read(IdSource::json_pointer("/p/id")).as_deref(), Some("x1"));
         assert_eq!(read(IdSource::json_pointer("/p/n")).as_deref(), Some("7"));
@@ -387,7 +387,7 @@ mod tests {
         assert_eq!(read(IdSource::body_hash()).map(|id| id.len()), Some(64));
         assert!(matches!(
             IdSource::position().read(&message),
-            Err(NoId::Unusable(_))
+            Err(IdError::Unusable(_))
         ));
         assert_eq!(
             read(IdSource::by(|message| message
@@ -428,7 +428,7 @@ mod tests {
                 .as_deref(),
             Ok("a")
         );
-        let Err(NoId::Unusable(text)) = IdSource::header("id")
+        let Err(IdError::Unusable(text)) = IdSource::header("id")
             .hashed()
             .read(&message.with_header("id", "b"))
         else {

@@ -9,7 +9,8 @@ use super::Settlement;
 pub enum Action {
     /// Send a claim with a new token.
     NewClaim,
-    /// Send the operation that the stage waits for, [`Stage::pending_ask`](super::Stage::pending_ask), with the token and the
+    /// Send the operation that the stage waits for,
+    /// [`Stage::pending_operation`](super::Stage::pending_operation), with the token and the
     /// attempt of the current claim.
     Apply,
     /// Report [`Event::MayRun`](super::Event::MayRun) when the handler may start.

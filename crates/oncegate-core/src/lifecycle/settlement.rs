@@ -120,7 +120,7 @@ impl Reason {
     }
 
     /// The reason as a clause about the message, such as `its handler panicked`.
-    pub fn cause(&self) -> &'static str {
+    pub fn description(&self) -> &'static str {
         match self {
             Self::MissingId => "it has no id",
             Self::UnusableId => "its id is not valid",

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Reason;
-use crate::marker::{Ask, Attempts, Effect, Finding};
+use crate::marker::{Attempts, Effect, Finding, OperationKind};
 
 /// The stage of a delivery in its lifecycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -143,16 +143,16 @@ impl Stage {
     /// The kind of the operation whose answer this stage waits for; `None` if it waits for no
     /// answer.
     #[inline]
-    pub fn pending_ask(&self) -> Option<Ask> {
+    pub fn pending_operation(&self) -> Option<OperationKind> {
         use Stage::*;
         match *self {
-            Claiming(..) | ClaimingInDrain(_) => Some(Ask::Claim),
-            Withdrawing(..) => Some(Ask::Withdraw),
-            Doubting(..) => Some(Ask::Doubt),
-            Resolving(_, finding) => Some(Ask::Resolve(finding)),
-            Completing(_) => Some(Ask::Complete),
-            Clearing(_, effect, _) => Some(Ask::Clear(effect)),
-            Rejecting(_, _, effect) => Some(Ask::Reject(effect)),
+            Claiming(..) | ClaimingInDrain(_) => Some(OperationKind::Claim),
+            Withdrawing(..) => Some(OperationKind::Withdraw),
+            Doubting(..) => Some(OperationKind::Doubt),
+            Resolving(_, finding) => Some(OperationKind::Resolve(finding)),
+            Completing(_) => Some(OperationKind::Complete),
+            Clearing(_, effect, _) => Some(OperationKind::Clear(effect)),
+            Rejecting(_, _, effect) => Some(OperationKind::Reject(effect)),
             New(_) | AwaitingClaim(..) | Ready(_) | Running(..) | Pausing(..) | Reconciling(..)
             | ReconcilePausing(..) | WithoutClaim(_) | Settled => None,
         }

@@ -11,13 +11,13 @@ pub struct Operation {
     /// The key of the id, without the prefix of the store.
     pub key: Key,
     /// The kind of the operation.
-    pub ask: Ask,
+    pub kind: OperationKind,
     /// The token of the claim. A marker belongs to the claim of this operation if its token and
     /// attempt number are equal.
     pub token: Token,
-    /// The number of the granted attempt; 0 in a claim. In [`Ask::Redrive`] and [`Ask::Forget`] it
-    /// is the highest attempt number that the operator knows, or 0: later attempts get higher
-    /// numbers.
+    /// The number of the granted attempt; 0 in a claim. In [`OperationKind::Redrive`] and
+    /// [`OperationKind::Forget`] it is the highest attempt number that the operator knows, or 0:
+    /// later attempts get higher numbers.
     pub attempt: u32,
     /// The terms of the claim.
     pub terms: Terms,
@@ -25,7 +25,7 @@ pub struct Operation {
 
 /// The kind of an [`Operation`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Ask {
+pub enum OperationKind {
     /// Claims the id.
     Claim,
     /// Renews the lease.
@@ -64,8 +64,8 @@ pub enum Ask {
     },
 }
 
-/// The number that [`Ask::Forget`] assumes for the last attempt if the operator does not know it,
-/// because a done marker does not contain it. Higher than any attempt number in practice.
+/// The number that [`OperationKind::Forget`] assumes for the last attempt if the operator does not
+/// know it, because a done marker does not contain it. Higher than any attempt number in practice.
 pub const UNKNOWN_ATTEMPT: u32 = 1_000_000;
 
 /// What is known about the effect of one or more attempts.

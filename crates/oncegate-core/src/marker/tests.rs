@@ -16,7 +16,7 @@ const OTHER: Token = Token(2);
 const AT_MOST_ONCE: Guarantee = Guarantee::AtMostOnce;
 const EFFECTIVELY_ONCE: Guarantee = Guarantee::EffectivelyOnce;
 
-fn operation(guarantee: Guarantee, ask: Ask, attempt: u32) -> Operation {
+fn operation(guarantee: Guarantee, kind: OperationKind, attempt: u32) -> Operation {
     let terms = Terms {
         guarantee,
         lease: LEASE,
@@ -25,7 +25,7 @@ fn operation(guarantee: Guarantee, ask: Ask, attempt: u32) -> Operation {
     };
     Operation {
         key: Key::new(&MessageId::new("id").expect("an id")),
-        ask,
+        kind,
         token: OWN,
         attempt,
         terms,
@@ -98,7 +98,7 @@ fn check(operation: &Operation, rows: &[(Marker, Age, Change, Verdict)]) {
             apply(*marker, *age, operation),
             (*change, *verdict),
             "{:?} on {marker:?}, {age:?}",
-            operation.ask
+            operation.kind
         );
     }
 }
@@ -147,7 +147,7 @@ fn claim() {
         );
         let own = in_doubt_marker(OWN, DOUBTED_ONCE, Doubt::Reconciling);
         check(
-            &operation(guarantee, Ask::Claim, 0),
+            &operation(guarantee, OperationKind::Claim, 0),
             &[
                 (Absent, VALID, first.0, first.1),
                 (
@@ -223,7 +223,7 @@ fn an_ended_lease_is_taken_over_or_in_doubt_by_the_stricter_guarantee() {
             apply(
                 running(record, OTHER, 1),
                 EXPIRED,
-                &operation(claimant, Ask::Claim, 0)
+                &operation(claimant, OperationKind::Claim, 0)
             ),
             in_doubt,
             "{record:?} {claimant:?}"
@@ -237,7 +237,7 @@ fn an_ended_lease_is_taken_over_or_in_doubt_by_the_stricter_guarantee() {
     let taken = apply(
         running(EFFECTIVELY_ONCE, OTHER, 1),
         EXPIRED,
-        &operation(EFFECTIVELY_ONCE, Ask::Claim, 0),
+        &operation(EFFECTIVELY_ONCE, OperationKind::Claim, 0),
     );
     assert_eq!(
         taken,
@@ -261,7 +261,11 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
         Verdict::InDoubt(DOUBTED_ONCE),
     );
     assert_eq!(
-        apply(unknown, EXPIRED, &operation(AT_MOST_ONCE, Ask::Claim, 0)),
+        apply(
+            unknown,
+            EXPIRED,
+            &operation(AT_MOST_ONCE, OperationKind::Claim, 0)
+        ),
         in_doubt
     );
     // Effectively once runs the id again. A second run without an effect does not resolve the
@@ -271,21 +275,21 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
         apply(
             unknown,
             EXPIRED,
-            &operation(EFFECTIVELY_ONCE, Ask::Claim, 0)
+            &operation(EFFECTIVELY_ONCE, OperationKind::Claim, 0)
         ),
         (write(second), Verdict::Granted(Attempts::new(2)))
     );
-    for ask in [
-        Ask::Clear(NOTHING),
-        Ask::Clear(UNKNOWN),
-        Ask::Reject(NOTHING),
-        Ask::Reject(UNKNOWN),
+    for kind in [
+        OperationKind::Clear(NOTHING),
+        OperationKind::Clear(UNKNOWN),
+        OperationKind::Reject(NOTHING),
+        OperationKind::Reject(UNKNOWN),
     ] {
         let still_unknown = (write(cleared(Attempts::new(2), UNKNOWN)), Verdict::Applied);
         assert_eq!(
-            apply(second, VALID, &operation(EFFECTIVELY_ONCE, ask, 2)),
+            apply(second, VALID, &operation(EFFECTIVELY_ONCE, kind, 2)),
             still_unknown,
-            "{ask:?}"
+            "{kind:?}"
         );
     }
     // An attempt number 1 that is not the first: the marker was lost, and an operator redrove the
@@ -296,7 +300,7 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
         apply(
             first,
             VALID,
-            &operation(EFFECTIVELY_ONCE, Ask::Clear(NOTHING), 1)
+            &operation(EFFECTIVELY_ONCE, OperationKind::Clear(NOTHING), 1)
         ),
         kept
     );
@@ -305,7 +309,7 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
 #[test]
 fn a_claim_with_another_body() {
     let body = |number| Some(Fingerprint::new(number));
-    let claim = with_body(operation(AT_MOST_ONCE, Ask::Claim, 0), 7);
+    let claim = with_body(operation(AT_MOST_ONCE, OperationKind::Claim, 0), 7);
     let other = Hold {
         fingerprint: body(8),
         ..hold(AT_MOST_ONCE, OTHER, Attempts::new(1), NOTHING)
@@ -364,7 +368,7 @@ fn a_claim_with_another_body() {
 fn crashes_and_reconciliations_do_not_count_towards_max_attempts() {
     let (mut marker, claim) = (
         running(AT_MOST_ONCE, OTHER, 1),
-        operation(AT_MOST_ONCE, Ask::Claim, 0),
+        operation(AT_MOST_ONCE, OperationKind::Claim, 0),
     );
     for copy in 1..=100 {
         let Verdict::InDoubt(attempts) = apply(marker, EXPIRED, &claim).1 else {
@@ -400,15 +404,19 @@ fn not_owned() -> Vec<Marker> {
 
 /// Checks that the verdict is `Lost` on every marker of another claim, except those for which
 /// `is_excepted` returns true.
-fn check_lost_except(ask: Ask, guarantee: Guarantee, is_excepted: impl Fn(&Marker) -> bool) {
+fn check_lost_except(
+    kind: OperationKind,
+    guarantee: Guarantee,
+    is_excepted: impl Fn(&Marker) -> bool,
+) {
     for marker in not_owned()
         .into_iter()
         .filter(|marker| !is_excepted(marker))
     {
         assert_eq!(
-            apply(marker, VALID, &operation(guarantee, ask, 1)),
+            apply(marker, VALID, &operation(guarantee, kind, 1)),
             (Change::Keep, Verdict::Lost),
-            "{ask:?} on {marker:?}"
+            "{kind:?} on {marker:?}"
         );
     }
 }
@@ -424,17 +432,17 @@ fn renew() {
         in_doubt_marker(OWN, Attempts::new(1), Doubt::Reconciling),
     ] {
         check(
-            &operation(AT_MOST_ONCE, Ask::Renew, 1),
+            &operation(AT_MOST_ONCE, OperationKind::Renew, 1),
             &[(owned, EXPIRED, write(owned), Verdict::Applied)],
         );
     }
-    check_lost_except(Ask::Renew, AT_MOST_ONCE, |_| false);
+    check_lost_except(OperationKind::Renew, AT_MOST_ONCE, |_| false);
 }
 
 #[test]
 fn complete() {
     let done = |marker_lost| (write(Marker::Done(None)), Verdict::Done { marker_lost });
-    let complete = operation(AT_MOST_ONCE, Ask::Complete, 1);
+    let complete = operation(AT_MOST_ONCE, OperationKind::Complete, 1);
     for known in [
         running(AT_MOST_ONCE, OWN, 1),
         in_doubt_marker(OWN, Attempts::new(1), Doubt::Waiting),
@@ -454,7 +462,7 @@ fn complete() {
             Verdict::Done { marker_lost: false },
         )],
     );
-    check_lost_except(Ask::Complete, AT_MOST_ONCE, |marker| {
+    check_lost_except(OperationKind::Complete, AT_MOST_ONCE, |marker| {
         !matches!(marker, Marker::InProgress(_) | Marker::Rejected { .. })
     });
 }
@@ -485,11 +493,11 @@ fn clear() {
     ] {
         let marker = running(guarantee, OWN, attempt);
         check(
-            &operation(guarantee, Ask::Clear(effect), attempt),
+            &operation(guarantee, OperationKind::Clear(effect), attempt),
             &[(marker, EXPIRED, change, Verdict::Applied)],
         );
     }
-    let unknown = operation(AT_MOST_ONCE, Ask::Clear(Effect::Unknown), 1);
+    let unknown = operation(AT_MOST_ONCE, OperationKind::Clear(Effect::Unknown), 1);
     check(
         &unknown,
         &[(
@@ -501,19 +509,19 @@ fn clear() {
     ); // an unknown outcome is recorded as in doubt, never cleared
     for marker in [Marker::Absent, cleared(Attempts::new(1), NOTHING)] {
         check(
-            &operation(AT_MOST_ONCE, Ask::Clear(Effect::Nothing), 1),
+            &operation(AT_MOST_ONCE, OperationKind::Clear(Effect::Nothing), 1),
             &[(marker, VALID, Change::Keep, Verdict::Applied)],
         );
     }
-    check_lost_except(Ask::Clear(Effect::Nothing), AT_MOST_ONCE, is_free);
+    check_lost_except(OperationKind::Clear(Effect::Nothing), AT_MOST_ONCE, is_free);
 }
 
 #[test]
 fn withdraw() {
     for guarantee in [AT_MOST_ONCE, EFFECTIVELY_ONCE] {
-        let ask = |attempt| operation(guarantee, Ask::Withdraw, attempt);
+        let withdraw = |attempt| operation(guarantee, OperationKind::Withdraw, attempt);
         check(
-            &ask(1),
+            &withdraw(1),
             &[(
                 running(guarantee, OWN, 1),
                 EXPIRED,
@@ -543,7 +551,7 @@ fn withdraw() {
                 earlier,
             );
             check(
-                &ask(4),
+                &withdraw(4),
                 &[
                     (granted, EXPIRED, write(withdrawn), Verdict::Applied),
                     (withdrawn, VALID, Change::Keep, Verdict::Applied),
@@ -551,19 +559,19 @@ fn withdraw() {
             );
         }
         check(
-            &ask(1),
+            &withdraw(1),
             &[(Marker::Absent, VALID, Change::Keep, Verdict::Applied)],
         );
-        check_lost_except(Ask::Withdraw, guarantee, is_free);
+        check_lost_except(OperationKind::Withdraw, guarantee, is_free);
     }
 }
 
 #[test]
 fn reject() {
     for effect in [Effect::Nothing, Effect::Unknown] {
-        let ask = Ask::Reject(effect);
+        let kind = OperationKind::Reject(effect);
         check(
-            &operation(AT_MOST_ONCE, ask, 1),
+            &operation(AT_MOST_ONCE, kind, 1),
             &[(
                 running(AT_MOST_ONCE, OWN, 1),
                 EXPIRED,
@@ -572,7 +580,7 @@ fn reject() {
             )],
         );
         check(
-            &operation(EFFECTIVELY_ONCE, ask, 2),
+            &operation(EFFECTIVELY_ONCE, kind, 2),
             &[(
                 running(EFFECTIVELY_ONCE, OWN, 2),
                 EXPIRED,
@@ -580,11 +588,11 @@ fn reject() {
                 Verdict::Applied,
             )],
         );
-        check_lost_except(ask, AT_MOST_ONCE, |_| false);
-        check_lost_except(ask, EFFECTIVELY_ONCE, is_free);
+        check_lost_except(kind, AT_MOST_ONCE, |_| false);
+        check_lost_except(kind, EFFECTIVELY_ONCE, is_free);
     }
     check(
-        &operation(EFFECTIVELY_ONCE, Ask::Reject(Effect::Nothing), 1),
+        &operation(EFFECTIVELY_ONCE, OperationKind::Reject(Effect::Nothing), 1),
         &[(
             running(EFFECTIVELY_ONCE, OWN, 1),
             EXPIRED,
@@ -594,7 +602,7 @@ fn reject() {
     );
     // The run may have its effect later, so a run after a redrive needs a higher attempt number.
     check(
-        &operation(EFFECTIVELY_ONCE, Ask::Reject(Effect::Unknown), 1),
+        &operation(EFFECTIVELY_ONCE, OperationKind::Reject(Effect::Unknown), 1),
         &[(
             running(EFFECTIVELY_ONCE, OWN, 1),
             EXPIRED,
@@ -612,9 +620,9 @@ fn doubt() {
             Doubt::Waiting,
         ))
     };
-    let ask = operation(AT_MOST_ONCE, Ask::Doubt, 1);
+    let doubt = operation(AT_MOST_ONCE, OperationKind::Doubt, 1);
     check(
-        &ask,
+        &doubt,
         &[
             (
                 running(AT_MOST_ONCE, OWN, 1),
@@ -669,13 +677,13 @@ fn doubt() {
             ),
         ],
     );
-    check_lost_except(Ask::Doubt, AT_MOST_ONCE, is_free);
+    check_lost_except(OperationKind::Doubt, AT_MOST_ONCE, is_free);
 }
 
 #[test]
 fn resolve() {
     let owned = in_doubt_marker(OWN, Attempts::new(1), Doubt::Reconciling);
-    let happened = operation(AT_MOST_ONCE, Ask::Resolve(Finding::Happened), 1);
+    let happened = operation(AT_MOST_ONCE, OperationKind::Resolve(Finding::Happened), 1);
     check(
         &happened,
         &[(
@@ -685,7 +693,11 @@ fn resolve() {
             Verdict::Done { marker_lost: false },
         )],
     );
-    let did_not = operation(AT_MOST_ONCE, Ask::Resolve(Finding::DidNotHappen), 1);
+    let did_not = operation(
+        AT_MOST_ONCE,
+        OperationKind::Resolve(Finding::DidNotHappen),
+        1,
+    );
     check(
         &did_not,
         &[(
@@ -696,9 +708,9 @@ fn resolve() {
         )],
     );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
-        check_lost_except(Ask::Resolve(finding), AT_MOST_ONCE, |_| false);
+        check_lost_except(OperationKind::Resolve(finding), AT_MOST_ONCE, |_| false);
         check(
-            &operation(AT_MOST_ONCE, Ask::Resolve(finding), 1),
+            &operation(AT_MOST_ONCE, OperationKind::Resolve(finding), 1),
             &[(
                 running(AT_MOST_ONCE, OWN, 1),
                 VALID,
@@ -775,7 +787,7 @@ fn redrive() {
         ),
         (AT_MOST_ONCE, Marker::Done(None), NOTHING, None), // freed with `Forget`, not with `Redrive`
     ] {
-        let ask = Ask::Redrive {
+        let kind = OperationKind::Redrive {
             seen,
             effect: stated,
         };
@@ -783,30 +795,30 @@ fn redrive() {
             (write(free), Verdict::Applied)
         });
         check(
-            &operation(guarantee, ask, 0),
+            &operation(guarantee, kind, 0),
             &[(seen, EXPIRED, expected.0, expected.1)],
         );
-        check_lost_except(ask, guarantee, |marker| {
+        check_lost_except(kind, guarantee, |marker| {
             *marker == seen || Some(*marker) == free
         });
         if let Some(free) = free {
             // Repeated after a lost reply. The dead letter may have a higher attempt number than
             // the marker.
             check(
-                &operation(guarantee, ask, 0),
+                &operation(guarantee, kind, 0),
                 &[(free, EXPIRED, write(free), Verdict::Applied)],
             );
             let Marker::Cleared { effect, .. } = free else {
                 panic!("{free:?} is not cleared")
             };
             check(
-                &operation(guarantee, ask, 99),
+                &operation(guarantee, kind, 99),
                 &[(seen, EXPIRED, write(freed(99, effect)), Verdict::Applied)],
             );
         }
         if let Marker::InProgress(_) = seen {
             check(
-                &operation(guarantee, ask, 0),
+                &operation(guarantee, kind, 0),
                 &[(seen, VALID, Change::Keep, Verdict::Lost)],
             ); // a running message is not redriven
         }
@@ -826,7 +838,7 @@ fn forget() {
         apply(
             seen,
             VALID,
-            &operation(AT_MOST_ONCE, Ask::Forget { seen }, 7)
+            &operation(AT_MOST_ONCE, OperationKind::Forget { seen }, 7)
         ),
         free(7),
         "the operator knows the attempt number"
@@ -835,12 +847,12 @@ fn forget() {
         apply(
             seen,
             VALID,
-            &operation(AT_MOST_ONCE, Ask::Forget { seen }, 0)
+            &operation(AT_MOST_ONCE, OperationKind::Forget { seen }, 0)
         ),
         free(UNKNOWN_ATTEMPT),
         "the attempt number is unknown"
     );
-    let repeated = operation(AT_MOST_ONCE, Ask::Forget { seen }, 7);
+    let repeated = operation(AT_MOST_ONCE, OperationKind::Forget { seen }, 7);
     check(
         &repeated,
         &[(
@@ -850,14 +862,16 @@ fn forget() {
             Verdict::Applied,
         )],
     ); // after a lost reply
-    check_lost_except(Ask::Forget { seen }, AT_MOST_ONCE, |marker| *marker == seen);
+    check_lost_except(OperationKind::Forget { seen }, AT_MOST_ONCE, |marker| {
+        *marker == seen
+    });
     for other in [
         rejected(1),
         in_doubt_marker(OWN, Attempts::new(1), Doubt::Waiting),
         running(AT_MOST_ONCE, OTHER, 1),
     ] {
         check(
-            &operation(AT_MOST_ONCE, Ask::Forget { seen: other }, 0),
+            &operation(AT_MOST_ONCE, OperationKind::Forget { seen: other }, 0),
             &[(other, VALID, Change::Keep, Verdict::Lost)],
         );
     }
@@ -866,16 +880,19 @@ fn forget() {
 #[test]
 fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict() {
     for guarantee in [AT_MOST_ONCE, EFFECTIVELY_ONCE] {
-        for (marker, ask) in [
-            (Marker::Absent, Ask::Claim),
-            (cleared(Attempts::new(1), NOTHING), Ask::Claim),
-            (running(guarantee, OWN, 1), Ask::Renew),
-            (running(guarantee, OWN, 1), Ask::Complete),
-            (running(guarantee, OWN, 1), Ask::Clear(Effect::Nothing)),
-            (running(guarantee, OWN, 1), Ask::Doubt),
-            (Marker::Absent, Ask::Doubt),
+        for (marker, kind) in [
+            (Marker::Absent, OperationKind::Claim),
+            (cleared(Attempts::new(1), NOTHING), OperationKind::Claim),
+            (running(guarantee, OWN, 1), OperationKind::Renew),
+            (running(guarantee, OWN, 1), OperationKind::Complete),
+            (
+                running(guarantee, OWN, 1),
+                OperationKind::Clear(Effect::Nothing),
+            ),
+            (running(guarantee, OWN, 1), OperationKind::Doubt),
+            (Marker::Absent, OperationKind::Doubt),
         ] {
-            let operation = operation(guarantee, ask, 1);
+            let operation = operation(guarantee, kind, 1);
             let (change, first) = apply(marker, VALID, &operation);
             let after = match change {
                 Change::Write(marker, _) => marker,
@@ -883,16 +900,16 @@ fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict() {
                 Change::Keep => marker,
             };
             let (_, second) = apply(after, VALID, &operation);
-            assert_eq!(first, second, "{ask:?} on {marker:?}");
+            assert_eq!(first, second, "{kind:?} on {marker:?}");
         }
     }
 }
 
 #[test]
 fn bare_writes_at_the_claim_and_deletes_after_a_failure() {
-    let bare = |ask| operation(Guarantee::Bare, ask, 1);
+    let bare = |kind| operation(Guarantee::Bare, kind, 1);
     check(
-        &bare(Ask::Claim),
+        &bare(OperationKind::Claim),
         &[(
             Marker::Absent,
             VALID,
@@ -902,23 +919,23 @@ fn bare_writes_at_the_claim_and_deletes_after_a_failure() {
     );
     for marker in [Marker::Done(None), running(AT_MOST_ONCE, OTHER, 1)] {
         check(
-            &bare(Ask::Claim),
+            &bare(OperationKind::Claim),
             &[(marker, VALID, Change::Keep, Verdict::Duplicate)],
         );
     }
-    for ask in [
-        Ask::Clear(Effect::Nothing),
-        Ask::Clear(Effect::Unknown),
-        Ask::Reject(Effect::Unknown),
-        Ask::Doubt,
+    for kind in [
+        OperationKind::Clear(Effect::Nothing),
+        OperationKind::Clear(Effect::Unknown),
+        OperationKind::Reject(Effect::Unknown),
+        OperationKind::Doubt,
     ] {
         check(
-            &bare(ask),
+            &bare(kind),
             &[(Marker::Done(None), VALID, Change::Delete, Verdict::Applied)],
         );
     }
     check(
-        &bare(Ask::Complete),
+        &bare(OperationKind::Complete),
         &[(
             Marker::Done(None),
             VALID,

@@ -231,7 +231,7 @@ fn nanoseconds(duration: Duration) -> u64 {
 mod tests {
     use super::*;
     use crate::id::MessageId;
-    use crate::marker::{Ask, Effect, Guarantee, Terms, Token};
+    use crate::marker::{Effect, Guarantee, OperationKind, Terms, Token};
 
     #[tokio::test]
     async fn open_markers_are_removed_after_their_window() {
@@ -246,13 +246,13 @@ mod tests {
             let key = Key::new(&MessageId::new(id.to_string()).expect("an id"));
             let claim = Operation {
                 key,
-                ask: Ask::Claim,
+                kind: OperationKind::Claim,
                 token: Token(1),
                 attempt: 0,
                 terms,
             };
             let failed = Operation {
-                ask: Ask::Clear(Effect::Unknown),
+                kind: OperationKind::Clear(Effect::Unknown),
                 attempt: 1,
                 ..claim.clone()
             };

@@ -247,7 +247,8 @@ impl PartitionWatch {
                 &it.topic,
                 it.partition,
                 it.lag,
-                it.blocker.map_or(Duration::ZERO, |blocker| blocker.since),
+                it.blocker
+                    .map_or(Duration::ZERO, |blocker| blocker.blocked_for),
             );
             self.gauges.insert((it.topic.to_string(), it.partition));
         }

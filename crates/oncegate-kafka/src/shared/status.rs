@@ -77,10 +77,10 @@ impl SourceState {
             } else {
                 BlockedBy::Consumer
             };
-            let since = since.map_or(Duration::ZERO, |since| since.elapsed());
+            let blocked_for = since.map_or(Duration::ZERO, |since| since.elapsed());
             Blocker {
                 offset,
-                since,
+                blocked_for,
                 blocked_by,
             }
         });

@@ -61,8 +61,9 @@ async fn the_status_shows_the_blocker_with_its_offset_and_age() {
     let third = deliveries.remove(2);
     accept(&mut source, deliveries).await;
     let held = |it: &PartitionStatus| {
-        it.blocker
-            .is_some_and(|lowest| lowest.offset == 2 && lowest.since >= Duration::from_secs(1))
+        it.blocker.is_some_and(|lowest| {
+            lowest.offset == 2 && lowest.blocked_for >= Duration::from_secs(1)
+        })
     };
     let partition = wait_for_status(&status, "the third message blocks it", held).await;
     assert_eq!((partition.committable, partition.handed_out), (Some(2), 1));

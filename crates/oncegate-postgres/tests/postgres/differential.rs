@@ -25,8 +25,8 @@ impl AgingStore for Table {
         self.handles.each_ref().map(|handle| handle as &dyn Store)
     }
 
-    async fn look(&self, key: &Key) -> Marker {
-        self.handles[0].look(key).await.expect("a marker")
+    async fn read_marker(&self, key: &Key) -> Marker {
+        self.handles[0].read_marker(key).await.expect("a marker")
     }
 
     async fn set_time_left(&self, key: &Key, left: Duration) {
@@ -40,7 +40,7 @@ impl AgingStore for Table {
     }
 
     async fn time_left(&self, key: &Key) -> Option<Duration> {
-        let found = self.handles[1].look_with_expiry(key).await;
+        let found = self.handles[1].read_marker_with_expiry(key).await;
         found.expect("a marker").expires_in
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Guarantee, Marker, Operation, Verdict};
+use oncegate_core::marker::{Guarantee, Marker, Operation, OperationKind, Verdict};
 use oncegate_core::{Store, StoreError};
 use oncegate_postgres::Postgres;
 use oncegate_testkit::laws;
@@ -17,11 +17,23 @@ use crate::support::{
 };
 
 fn claim(id: &str, token: u128) -> Operation {
-    operation(id, Ask::Claim, token, 0, terms(Guarantee::AtMostOnce))
+    operation(
+        id,
+        OperationKind::Claim,
+        token,
+        0,
+        terms(Guarantee::AtMostOnce),
+    )
 }
 
 fn complete(id: &str, token: u128) -> Operation {
-    operation(id, Ask::Complete, token, 1, terms(Guarantee::AtMostOnce))
+    operation(
+        id,
+        OperationKind::Complete,
+        token,
+        1,
+        terms(Guarantee::AtMostOnce),
+    )
 }
 
 async fn one(store: &dyn Store, operation: Operation) -> Result<Verdict, StoreError> {
@@ -82,7 +94,7 @@ async fn a_lost_reply_is_an_unknown_outcome_and_repeats_give_the_same_verdict() 
                 matches!(lost, Err(StoreError::Unknown(_))),
                 "{id}: {lost:?}"
             );
-            let expected = if operation.ask == Ask::Claim {
+            let expected = if operation.kind == OperationKind::Claim {
                 GRANTED
             } else {
                 DONE
@@ -179,7 +191,7 @@ async fn a_deadlock_applies_nothing() {
     assert!(why.to_string().contains("deadlock"), "{why}");
     other.execute("ROLLBACK").await.expect("rolled back");
     for id in ["a", "b"] {
-        let marker = store.look(&key(id)).await.expect("a marker");
+        let marker = store.read_marker(&key(id)).await.expect("a marker");
         assert!(matches!(marker, Marker::InProgress(_)), "{id}: {marker:?}");
     }
     assert_eq!(verdicts(&store, &again).await, [DONE; 2]);
@@ -221,7 +233,7 @@ async fn batches_in_opposite_orders_do_not_deadlock() {
     let claims: Vec<_> = (1..=256).map(|it| claim(&format!("k{it}"), it)).collect();
     assert_eq!(verdicts(&stores[0], &claims).await, [GRANTED; 256]);
     let renew = |claim: &Operation| Operation {
-        ask: Ask::Renew,
+        kind: OperationKind::Renew,
         attempt: 1,
         ..claim.clone()
     };

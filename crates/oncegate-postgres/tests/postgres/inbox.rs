@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use oncegate_core::inbox::{BeginResult, InTransaction, InboxStore};
 use oncegate_core::lifecycle::Reason;
-use oncegate_core::marker::Ask;
+use oncegate_core::marker::OperationKind;
 use oncegate_core::{
     Builder, Consumer, Context, Error, Failure, FailureExt, Fingerprints, Guarantee, Handler,
     IdSource, Inbox, Json, MemoryBroker, MemorySource, Message, TransactionalHandler,
@@ -770,7 +770,13 @@ async fn a_begin_that_is_dropped_leaves_no_open_transaction_in_the_pool() {
             false => RequestFault::Pass,
         }
     });
-    let claim = operation("t-0", Ask::Claim, 1, 0, terms(Guarantee::EffectivelyOnce));
+    let claim = operation(
+        "t-0",
+        OperationKind::Claim,
+        1,
+        0,
+        terms(Guarantee::EffectivelyOnce),
+    );
     let begin = inbox.begin(&claim, SECOND);
     let dropped = tokio::time::timeout(SECOND / 10, begin).await;
     assert!(dropped.is_err(), "it began in time");
@@ -790,7 +796,13 @@ async fn the_server_ends_a_transaction_whose_process_is_gone() {
     let pool = pool_at(&new_schema().await).await;
     let inbox = PostgresInbox::new(pool).create_tables();
     inbox.preflight().await.expect("the tables");
-    let claim = operation("t-0", Ask::Claim, 1, 0, terms(Guarantee::EffectivelyOnce));
+    let claim = operation(
+        "t-0",
+        OperationKind::Claim,
+        1,
+        0,
+        terms(Guarantee::EffectivelyOnce),
+    );
     let begin = async || inbox.begin(&claim, SECOND / 10).await;
     let Ok(BeginResult::Transaction(abandoned)) = begin().await else {
         panic!("it begins");
@@ -826,7 +838,13 @@ async fn a_session_that_finds_another_table_begins_nothing() {
         .expect("a search path");
     let set = format!("SET search_path TO {path}");
     pool.execute(sqlx::AssertSqlSafe(set)).await.expect("set");
-    let claim = operation("t-0", Ask::Claim, 1, 0, terms(Guarantee::EffectivelyOnce));
+    let claim = operation(
+        "t-0",
+        OperationKind::Claim,
+        1,
+        0,
+        terms(Guarantee::EffectivelyOnce),
+    );
     let Err(error) = inbox.begin(&claim, SECOND).await else {
         panic!("it began in another table");
     };
@@ -906,8 +924,16 @@ async fn commits_of_an_inbox_survive_a_crash_without_synchronous_commit() {
 async fn markers_survive_a_crash_without_synchronous_commit() {
     let mut server = ForgetfulServer::start().await;
     let store = store_at(&server.url).await;
-    let claim = |id| operation(id, Ask::Claim, 1, 0, terms(Guarantee::AtMostOnce));
-    let complete = |id| operation(id, Ask::Complete, 1, 1, terms(Guarantee::AtMostOnce));
+    let claim = |id| operation(id, OperationKind::Claim, 1, 0, terms(Guarantee::AtMostOnce));
+    let complete = |id| {
+        operation(
+            id,
+            OperationKind::Complete,
+            1,
+            1,
+            terms(Guarantee::AtMostOnce),
+        )
+    };
     assert_eq!(verdicts(&store, &[claim("a")]).await, [GRANTED]);
     server.turn_synchronous_commit_off().await;
     assert_eq!(verdicts(&store, &[complete("a")]).await, [DONE]);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Guarantee, Marker, Verdict};
+use oncegate_core::marker::{Guarantee, Marker, OperationKind, Verdict};
 use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_postgres::Postgres;
 use oncegate_testkit::servers::PostgresServer;
@@ -37,7 +37,7 @@ async fn missing_tables_are_refused_or_created() {
     let text = refused(Postgres::url(&url).preflight(guarantee).await);
     let parts = ["oncegate_markers", "Postgres::migrate", "create_tables"];
     assert_contains(&text, &parts);
-    let claim = operation("a", Ask::Claim, 1, 0, terms(guarantee));
+    let claim = operation("a", OperationKind::Claim, 1, 0, terms(guarantee));
     let answer = Postgres::url(&url)
         .apply(std::slice::from_ref(&claim))
         .await
@@ -81,7 +81,13 @@ async fn a_table_that_was_dropped_is_created_again() {
     let store = store.create_tables();
     let created = store.preflight(Guarantee::AtMostOnce).await;
     created.expect("the table is created");
-    let claim = operation("a", Ask::Claim, 1, 0, terms(Guarantee::AtMostOnce));
+    let claim = operation(
+        "a",
+        OperationKind::Claim,
+        1,
+        0,
+        terms(Guarantee::AtMostOnce),
+    );
     assert_eq!(verdicts(&store, &[claim]).await, [GRANTED]);
 }
 
@@ -136,7 +142,13 @@ async fn missing_rights_are_named() {
     let store = Postgres::url(url.replace("postgres@", &format!("{user}@")));
     let text = refused(store.preflight(Guarantee::AtMostOnce).await);
     assert_contains(&text, &["GRANT SELECT, INSERT, UPDATE, DELETE", &user]);
-    let claim = operation("a", Ask::Claim, 1, 0, terms(Guarantee::AtMostOnce));
+    let claim = operation(
+        "a",
+        OperationKind::Claim,
+        1,
+        0,
+        terms(Guarantee::AtMostOnce),
+    );
     refused(
         store
             .apply(std::slice::from_ref(&claim))
@@ -188,7 +200,7 @@ async fn an_unreadable_row_affects_only_its_id() {
         "INSERT INTO oncegate_markers (key, expires, state) VALUES ('bad', 9223372036854775807, 7);
         INSERT INTO oncegate_markers (key, expires, state, token) VALUES ('bad-token', 9223372036854775807, 2, 'x')";
     raw(&url).await.execute(insert).await.expect("inserted");
-    let claim = |id| operation(id, Ask::Claim, 1, 0, terms(Guarantee::AtMostOnce));
+    let claim = |id| operation(id, OperationKind::Claim, 1, 0, terms(Guarantee::AtMostOnce));
     let answers = store
         .apply(&[claim("bad"), claim("bad-token"), claim("good")])
         .await;
@@ -204,11 +216,11 @@ async fn an_unreadable_row_affects_only_its_id() {
         "{answers:?}"
     );
     assert!(matches!(
-        store.look(&key("bad")).await,
+        store.read_marker(&key("bad")).await,
         Err(StoreError::UnreadableMarker(_))
     ));
     assert!(matches!(
-        store.look(&key("good")).await,
+        store.read_marker(&key("good")).await,
         Ok(Marker::InProgress(_))
     ));
     let mut listed = Vec::new();
@@ -265,8 +277,14 @@ async fn a_pool_names_the_database_and_lends_no_connection() {
         .preflight(Guarantee::AtMostOnce)
         .await
         .expect("usable");
-    let claim = operation("a", Ask::Claim, 1, 0, terms(Guarantee::AtMostOnce));
+    let claim = operation(
+        "a",
+        OperationKind::Claim,
+        1,
+        0,
+        terms(Guarantee::AtMostOnce),
+    );
     assert_eq!(verdicts(&store, &[claim]).await, [GRANTED]);
-    let marker = tables.look(&key("a")).await;
+    let marker = tables.read_marker(&key("a")).await;
     assert!(matches!(marker, Ok(Marker::InProgress(_))), "{marker:?}");
 }

@@ -1,7 +1,7 @@
 //! Expired rows are deleted, and others are not.
 
 use oncegate_core::Store;
-use oncegate_core::marker::{Ask, Guarantee, Operation, Verdict};
+use oncegate_core::marker::{Guarantee, Operation, OperationKind, Verdict};
 use oncegate_testkit::operations::SECOND;
 use sqlx::{Executor, Row};
 
@@ -10,7 +10,15 @@ use crate::support::{GRANTED, new_schema, operation, raw, store_at, terms, verdi
 fn claims(prefix: &str, count: u128) -> Vec<Operation> {
     let terms = terms(Guarantee::EffectivelyOnce);
     (1..=count)
-        .map(|token| operation(&format!("{prefix}{token}"), Ask::Claim, token, 0, terms))
+        .map(|token| {
+            operation(
+                &format!("{prefix}{token}"),
+                OperationKind::Claim,
+                token,
+                0,
+                terms,
+            )
+        })
         .collect()
 }
 
@@ -66,13 +74,25 @@ async fn operations_delete_what_has_expired_and_nothing_else() {
 async fn an_expired_row_is_written_again() {
     let url = new_schema().await;
     let store = store_at(&url).await;
-    let done = operation("a", Ask::Complete, 1, 1, terms(Guarantee::AtMostOnce));
+    let done = operation(
+        "a",
+        OperationKind::Complete,
+        1,
+        1,
+        terms(Guarantee::AtMostOnce),
+    );
     store.apply(&[done]).await;
     raw(&url)
         .await
         .execute("UPDATE oncegate_markers SET expires = -9223372036854775808")
         .await
         .expect("it expires");
-    let claim = operation("a", Ask::Claim, 2, 0, terms(Guarantee::AtMostOnce));
+    let claim = operation(
+        "a",
+        OperationKind::Claim,
+        2,
+        0,
+        terms(Guarantee::AtMostOnce),
+    );
     assert_eq!(verdicts(&store, &[claim]).await, [GRANTED]);
 }

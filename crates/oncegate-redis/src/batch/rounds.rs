@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use oncegate_core::Key;
-use oncegate_core::marker::{Ask, Operation};
+use oncegate_core::marker::{Operation, OperationKind};
 
 use crate::script;
 
@@ -20,7 +20,8 @@ pub(super) fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
         let round = match last.get(&operation.key) {
             None => 0,
             Some((round, before))
-                if operation.ask == Ask::Claim && script::can_share_call(before, operation) =>
+                if operation.kind == OperationKind::Claim
+                    && script::can_share_call(before, operation) =>
             {
                 *round
             }

@@ -143,7 +143,7 @@ async fn each_value_gets_its_answer_and_is_unchanged() {
         let (id, key) = (format!("row-{number}"), format!("{prefix}row-{number}"));
         put(&mut raw, commands, &key).await;
         let before = dump(&mut raw, &key).await;
-        let seen = match ask(&store, claim(&id, 7)).await {
+        let seen = match apply_one(&store, claim(&id, 7)).await {
             Ok(Verdict::Duplicate) => "duplicate".to_owned(),
             Err(StoreError::Misconfigured(why)) => format!("refused: {why}"),
             Err(StoreError::UnreadableMarker(why)) => format!("unreadable: {why}"),

@@ -1,12 +1,12 @@
 //! Batches, as far as they are specific to Redis; `laws` tests what every store must do.
 
 use oncegate_core::marker::{
-    Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Terms, Token, Verdict,
+    Attempts, Effect, Fingerprint, Guarantee, Marker, OperationKind, Terms, Token, Verdict,
 };
 use oncegate_core::{Store, StoreError};
 
 use crate::support::{
-    DONE, GRANTED, ask, claim, client, complete, key, operation, store, terms, verdicts,
+    DONE, GRANTED, apply_one, claim, client, complete, key, operation, store, terms, verdicts,
 };
 
 #[tokio::test]
@@ -33,14 +33,14 @@ async fn one_bad_key_does_not_affect_the_others() {
     }
     let bad = ["list", "newer", "other", "cut"];
     for request in [
-        Ask::Claim,
-        Ask::Complete,
-        Ask::Renew,
-        Ask::Clear(Effect::Nothing),
+        OperationKind::Claim,
+        OperationKind::Complete,
+        OperationKind::Renew,
+        OperationKind::Clear(Effect::Nothing),
     ] {
         let good = format!("good-{request:?}");
         assert_eq!(
-            ask(&store, claim(&good, 1)).await.expect("a verdict"),
+            apply_one(&store, claim(&good, 1)).await.expect("a verdict"),
             GRANTED
         );
         let mut batch = vec![operation(
@@ -80,7 +80,7 @@ async fn one_bad_key_does_not_affect_the_others() {
         assert_eq!(left, value, "never overwritten");
     }
     assert!(matches!(
-        store.look(&key("newer")).await,
+        store.read_marker(&key("newer")).await,
         Err(StoreError::UnreadableMarker(_))
     ));
 }
@@ -101,7 +101,9 @@ async fn hundreds_of_completions_each_get_their_own_answer() {
     assert_eq!(verdicts(&store, &claims).await, vec![GRANTED; claims.len()]);
     for it in (0..300).step_by(50) {
         assert_eq!(
-            ask(&store, claim(&ids[it], 2)).await.expect("a verdict"),
+            apply_one(&store, claim(&ids[it], 2))
+                .await
+                .expect("a verdict"),
             GRANTED
         );
         let list = format!("{prefix}{}", ids[it + 1]);
@@ -171,9 +173,17 @@ async fn done_markers_are_integers_with_and_without_a_fingerprint() {
         ("body", with(42)),
         ("large", with(Fingerprint::LIMIT - 1)),
     ];
-    let batch = |ask: Ask, attempt| bodies.map(|(id, terms)| operation(id, ask, 1, attempt, terms));
-    assert_eq!(verdicts(&store, &batch(Ask::Claim, 0)).await, [GRANTED; 3]);
-    assert_eq!(verdicts(&store, &batch(Ask::Complete, 1)).await, [DONE; 3]);
+    let batch = |kind: OperationKind, attempt| {
+        bodies.map(|(id, terms)| operation(id, kind, 1, attempt, terms))
+    };
+    assert_eq!(
+        verdicts(&store, &batch(OperationKind::Claim, 0)).await,
+        [GRANTED; 3]
+    );
+    assert_eq!(
+        verdicts(&store, &batch(OperationKind::Complete, 1)).await,
+        [DONE; 3]
+    );
     let info: String = redis::cmd("INFO")
         .arg("server")
         .query_async(&mut raw)
@@ -204,13 +214,17 @@ async fn done_markers_are_integers_with_and_without_a_fingerprint() {
             .expect("an answer");
         assert_eq!((written.as_str(), encoding.as_str()), (value, expected));
     }
-    let again = |body| operation("body", Ask::Claim, 2, 0, with(body));
+    let again = |body| operation("body", OperationKind::Claim, 2, 0, with(body));
     assert_eq!(
         verdicts(&store, &[again(42), again(43)]).await,
         [Verdict::Duplicate, Verdict::Conflict]
     );
     assert_eq!(
-        verdicts(&store, &[operation("plain", Ask::Claim, 2, 0, with(43))]).await,
+        verdicts(
+            &store,
+            &[operation("plain", OperationKind::Claim, 2, 0, with(43))]
+        )
+        .await,
         [Verdict::Duplicate]
     );
 }
@@ -222,12 +236,12 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
     verdicts(
         &store,
         &[
-            operation("k", Ask::Claim, 1, 0, strict),
-            operation("k", Ask::Doubt, 1, 1, strict),
+            operation("k", OperationKind::Claim, 1, 0, strict),
+            operation("k", OperationKind::Doubt, 1, 1, strict),
         ],
     )
     .await;
-    let seen = store.look(&key("k")).await.expect("a marker");
+    let seen = store.read_marker(&key("k")).await.expect("a marker");
     assert!(
         matches!(seen, Marker::InDoubt(hold, _) if hold.token == Token(1)),
         "{seen:?}"
@@ -239,13 +253,17 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
         crashes: 0,
     });
     assert_eq!(
-        verdicts(&store, &[operation("k", Ask::Claim, 2, 0, strict)]).await,
+        verdicts(
+            &store,
+            &[operation("k", OperationKind::Claim, 2, 0, strict)]
+        )
+        .await,
         [doubted]
     );
     let redrive = |seen| {
         operation(
             "k",
-            Ask::Redrive {
+            OperationKind::Redrive {
                 seen,
                 effect: Effect::Nothing,
             },
@@ -255,7 +273,7 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
         )
     };
     assert_eq!(verdicts(&store, &[redrive(seen)]).await, [Verdict::Lost]);
-    let seen = store.look(&key("k")).await.expect("a marker");
+    let seen = store.read_marker(&key("k")).await.expect("a marker");
     let granted = Verdict::Granted(Attempts {
         number: 3,
         base: 2,
@@ -264,7 +282,10 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
     assert_eq!(
         verdicts(
             &store,
-            &[redrive(seen), operation("k", Ask::Claim, 3, 0, strict)]
+            &[
+                redrive(seen),
+                operation("k", OperationKind::Claim, 3, 0, strict)
+            ]
         )
         .await,
         [Verdict::Applied, granted]

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use oncegate_core::MarkerWithExpiry;
-use oncegate_core::marker::{Ask, Attempts, Effect, Guarantee, Marker};
+use oncegate_core::marker::{Attempts, Effect, Guarantee, Marker, OperationKind};
 use oncegate_core::{MessageId, Scope, StoreError};
 use oncegate_redis::Redis;
 
-use crate::support::{ask, claim, client, complete, key, operation, store, terms};
+use crate::support::{apply_one, claim, client, complete, key, operation, store, terms};
 
 async fn all(store: &Redis, page: usize) -> BTreeMap<String, Result<MarkerWithExpiry, StoreError>> {
     let mut browse = store.browse(page).await.expect("Redis answers");
@@ -25,15 +25,17 @@ async fn every_marker_is_listed_and_none_of_the_librarys_own_keys() {
     // Unescaped, its glob characters would match other keys, or none.
     let odd = store.clone().prefix(format!("{prefix}[a]*?:"));
     for n in 0..30 {
-        ask(&odd, claim(&format!("id-{n}"), n))
+        apply_one(&odd, claim(&format!("id-{n}"), n))
             .await
             .expect("a verdict");
     }
-    ask(&odd, complete("id-0", 0, 1)).await.expect("a verdict");
+    apply_one(&odd, complete("id-0", 0, 1))
+        .await
+        .expect("a verdict");
     let scoped = Scope::named("ledger")
         .expect("a scope")
         .key(&MessageId::new("id-1").expect("an id"));
-    ask(
+    apply_one(
         &odd,
         oncegate_core::marker::Operation {
             key: scoped,
@@ -62,16 +64,16 @@ async fn every_marker_is_listed_and_none_of_the_librarys_own_keys() {
 async fn a_marker_is_read_with_its_expiry_and_unchanged() {
     let (store, prefix) = store();
     let absent = store
-        .look_with_expiry(&key("x"))
+        .read_marker_with_expiry(&key("x"))
         .await
         .expect("Redis answers");
     assert_eq!(absent, MarkerWithExpiry::new(Marker::Absent, None));
-    ask(&store, claim("x", 1)).await.expect("a verdict");
-    ask(
+    apply_one(&store, claim("x", 1)).await.expect("a verdict");
+    apply_one(
         &store,
         operation(
             "x",
-            Ask::Clear(Effect::Unknown),
+            OperationKind::Clear(Effect::Unknown),
             1,
             1,
             terms(Guarantee::EffectivelyOnce),
@@ -81,7 +83,7 @@ async fn a_marker_is_read_with_its_expiry_and_unchanged() {
     .expect("a verdict");
     for _ in 0..2 {
         let seen = store
-            .look_with_expiry(&key("x"))
+            .read_marker_with_expiry(&key("x"))
             .await
             .expect("Redis answers");
         assert_eq!(
@@ -100,7 +102,7 @@ async fn a_marker_is_read_with_its_expiry_and_unchanged() {
         .await
         .expect("set");
     assert!(matches!(
-        store.look_with_expiry(&key("y")).await,
+        store.read_marker_with_expiry(&key("y")).await,
         Err(StoreError::UnreadableMarker(_))
     ));
     let listed = all(&store, 100).await;

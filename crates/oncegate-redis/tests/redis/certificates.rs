@@ -8,7 +8,7 @@ use oncegate_testkit::servers::{
 };
 
 use crate::sentinel_and_cluster::until_answered;
-use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, complete, verdicts};
+use crate::support::{DONE, GRANTED, SECOND, apply_one, at, claim, complete, verdicts};
 
 /// The store with a client certificate and the CA certificate of this server.
 fn with_client_certificate(store: Redis, server: &RedisServer) -> Redis {
@@ -20,7 +20,7 @@ fn with_client_certificate(store: Redis, server: &RedisServer) -> Redis {
 }
 
 async fn misconfigured(store: &Redis) -> String {
-    match ask(store, claim("k", 1)).await {
+    match apply_one(store, claim("k", 1)).await {
         Err(StoreError::Misconfigured(why)) => why.to_string(),
         other => panic!("{other:?}"),
     }
@@ -33,12 +33,12 @@ async fn a_server_that_requests_a_certificate_gets_it() {
     let other_server = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
     let store = with_client_certificate(at(&server.url()), &server);
     assert_eq!(
-        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
     );
     let renewals = store.for_renewals().expect("a handle");
     assert_eq!(
-        ask(&*renewals, complete("k", 1, 1))
+        apply_one(&*renewals, complete("k", 1, 1))
             .await
             .expect("a verdict"),
         DONE
@@ -49,7 +49,7 @@ async fn a_server_that_requests_a_certificate_gets_it() {
         .client_certificate(&certificate, &key)
         .ca_certificate(server.certificate_authority());
     assert_eq!(
-        ask(&reversed_order, claim("k", 2))
+        apply_one(&reversed_order, claim("k", 2))
             .await
             .expect("a verdict"),
         Verdict::Duplicate
@@ -111,7 +111,7 @@ async fn sentinels_and_their_servers_over_tls() {
         .await
         .expect("nothing is missing");
     assert_eq!(
-        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
     );
     let old = servers.primary();

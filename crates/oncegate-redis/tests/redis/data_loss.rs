@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::time::Instant;
 
-use oncegate_core::marker::{Ask, Guarantee, Operation, Verdict};
+use oncegate_core::marker::{Guarantee, Operation, OperationKind, Verdict};
 use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::proxy::{Proxy, RequestFault, contains};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
-use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, terms};
+use crate::support::{DONE, GRANTED, SECOND, apply_one, at, claim, terms};
 
 /// Longer than the interval of checks.
 const CHECK_INTERVAL: std::time::Duration = std::time::Duration::from_millis(2_100);
@@ -26,15 +26,17 @@ async fn at_most_once_pauses_when_the_keys_are_lost() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let (store, accepting) = (at(&server.url()), at(&server.url()).allow_volatile_store());
     assert_eq!(
-        ask(&store, strict("charged", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("charged", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     assert_eq!(
-        ask(
+        apply_one(
             &store,
             Operation {
                 attempt: 1,
-                ask: Ask::Complete,
+                kind: OperationKind::Complete,
                 ..strict("charged", 1)
             }
         )
@@ -43,11 +45,13 @@ async fn at_most_once_pauses_when_the_keys_are_lost() {
         DONE
     );
     assert_eq!(
-        ask(&store, strict("held", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("held", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     assert_eq!(
-        ask(&accepting, strict("other", 1))
+        apply_one(&accepting, strict("other", 1))
             .await
             .expect("a verdict"),
         GRANTED
@@ -56,7 +60,7 @@ async fn at_most_once_pauses_when_the_keys_are_lost() {
     tokio::time::sleep(CHECK_INTERVAL).await;
 
     for _ in 0..2 {
-        let paused = ask(&store, strict("charged", 2)).await;
+        let paused = apply_one(&store, strict("charged", 2)).await;
         assert!(
             matches!(&paused, Err(StoreError::NotApplied(why)) if why.to_string().contains("accept_loss")),
             "{paused:?}"
@@ -70,21 +74,21 @@ async fn at_most_once_pauses_when_the_keys_are_lost() {
     // Granted claims complete, and other guarantees continue.
     let end = Operation {
         attempt: 1,
-        ask: Ask::Complete,
+        kind: OperationKind::Complete,
         ..strict("held", 1)
     };
     assert_eq!(
-        ask(&store, end).await.expect("a verdict"),
+        apply_one(&store, end).await.expect("a verdict"),
         Verdict::Done { marker_lost: true }
     );
     assert_eq!(
-        ask(&store, claim("other terms", 1))
+        apply_one(&store, claim("other terms", 1))
             .await
             .expect("a verdict"),
         GRANTED
     );
     assert_eq!(
-        ask(&accepting, strict("charged too", 2))
+        apply_one(&accepting, strict("charged too", 2))
             .await
             .expect("a verdict"),
         GRANTED
@@ -92,7 +96,9 @@ async fn at_most_once_pauses_when_the_keys_are_lost() {
 
     store.clone().accept_loss().await;
     assert_eq!(
-        ask(&store, strict("charged", 2)).await.expect("a verdict"),
+        apply_one(&store, strict("charged", 2))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
 }
@@ -103,13 +109,17 @@ async fn a_loss_may_be_accepted_before_it_is_detected() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
-        ask(&store, strict("charged", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("charged", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     server.command("FLUSHALL").expect("a reply");
     store.accept_loss().await;
     assert_eq!(
-        ask(&store, strict("charged", 2)).await.expect("a verdict"),
+        apply_one(&store, strict("charged", 2))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     server.command("FLUSHALL").expect("a reply");
@@ -125,15 +135,17 @@ async fn claims_just_after_the_keys_are_lost_are_not_granted() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
-        ask(&store, strict("charged", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("charged", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     assert_eq!(
-        ask(
+        apply_one(
             &store,
             Operation {
                 attempt: 1,
-                ask: Ask::Complete,
+                kind: OperationKind::Complete,
                 ..strict("charged", 1)
             }
         )
@@ -162,7 +174,9 @@ async fn claims_just_after_the_keys_are_lost_are_not_granted() {
 
     store.accept_loss().await;
     assert_eq!(
-        ask(&store, strict("charged", 2)).await.expect("a verdict"),
+        apply_one(&store, strict("charged", 2))
+            .await
+            .expect("a verdict"),
         GRANTED,
         "the same claim"
     );
@@ -196,12 +210,16 @@ async fn a_restart_that_lost_the_last_claims_pauses() {
             .expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
-        ask(&store, strict("kept", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("kept", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     lose_writes_during(&mut server, async {
         assert_eq!(
-            ask(&store, strict("charged", 1)).await.expect("a verdict"),
+            apply_one(&store, strict("charged", 1))
+                .await
+                .expect("a verdict"),
             GRANTED
         );
     })
@@ -222,7 +240,9 @@ async fn a_restart_that_lost_only_checks_does_not_pause() {
             .expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
-        ask(&store, strict("kept", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("kept", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     lose_writes_during(&mut server, async {
@@ -245,12 +265,16 @@ async fn a_lost_reply_to_a_check_hides_no_loss() {
     let proxy = Proxy::to(server.port()).expect("a proxy");
     let store = at(&format!("redis://127.0.0.1:{}", proxy.port()));
     assert_eq!(
-        ask(&store, strict("kept", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("kept", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     lose_writes_during(&mut server, async {
         assert_eq!(
-            ask(&store, strict("charged", 1)).await.expect("a verdict"),
+            apply_one(&store, strict("charged", 1))
+                .await
+                .expect("a verdict"),
             GRANTED
         );
         proxy.inject_faults(|request| {
@@ -265,7 +289,7 @@ async fn a_lost_reply_to_a_check_hides_no_loss() {
     let deadline = Instant::now() + 30 * SECOND;
     while proxy.lost_replies() < 3 {
         assert!(Instant::now() < deadline, "no check");
-        let answer = ask(&store, strict("charged", 2)).await;
+        let answer = apply_one(&store, strict("charged", 2)).await;
         assert!(
             matches!(
                 answer,
@@ -287,7 +311,7 @@ async fn a_lost_reply_to_a_check_hides_no_loss() {
 async fn refused(store: &Redis, id: &str, says: &str) -> bool {
     let deadline = Instant::now() + 30 * SECOND;
     while Instant::now() < deadline {
-        match ask(store, strict(id, 2)).await {
+        match apply_one(store, strict(id, 2)).await {
             Err(StoreError::NotApplied(why) | StoreError::Unknown(why))
                 if why.to_string().contains(says) =>
             {
@@ -310,16 +334,22 @@ async fn a_consumer_that_lost_claims_shows_it_to_the_others() {
             .expect("a Redis");
     let (loses, other) = (at(&server.url()), at(&server.url()));
     assert_eq!(
-        ask(&loses, strict("first", 1)).await.expect("a verdict"),
+        apply_one(&loses, strict("first", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     assert_eq!(
-        ask(&other, strict("second", 1)).await.expect("a verdict"),
+        apply_one(&other, strict("second", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     lose_writes_during(&mut server, async {
         assert_eq!(
-            ask(&loses, strict("charged", 1)).await.expect("a verdict"),
+            apply_one(&loses, strict("charged", 1))
+                .await
+                .expect("a verdict"),
             GRANTED
         );
     })
@@ -333,7 +363,9 @@ async fn a_consumer_that_lost_claims_shows_it_to_the_others() {
     // Reported once: the consumer that replaced the generation gets no second report.
     loses.accept_loss().await;
     assert_eq!(
-        ask(&loses, strict("charged", 3)).await.expect("a verdict"),
+        apply_one(&loses, strict("charged", 3))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
 }
@@ -344,15 +376,17 @@ async fn a_server_that_restarts_without_its_keys_gets_no_at_most_once_claims() {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
-        ask(&store, strict("charged", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("charged", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     assert_eq!(
-        ask(
+        apply_one(
             &store,
             Operation {
                 attempt: 1,
-                ask: Ask::Complete,
+                kind: OperationKind::Complete,
                 ..strict("charged", 1)
             }
         )
@@ -364,7 +398,7 @@ async fn a_server_that_restarts_without_its_keys_gets_no_at_most_once_claims() {
     server.start_again().expect("it starts again");
     let deadline = std::time::Instant::now() + 20 * SECOND;
     loop {
-        match ask(&store, strict("charged", 2)).await {
+        match apply_one(&store, strict("charged", 2)).await {
             Err(StoreError::NotApplied(why)) if why.to_string().contains("accept_loss") => break,
             Err(StoreError::NotApplied(_) | StoreError::Unknown(_)) => {
                 assert!(std::time::Instant::now() < deadline, "never reported")
@@ -386,7 +420,7 @@ async fn claims_continue_after_a_crash_that_loses_nothing() {
             .expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
-        ask(&store, strict("k", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("k", 1)).await.expect("a verdict"),
         GRANTED
     );
     server.kill();
@@ -407,7 +441,7 @@ async fn writes_that_are_rolled_back_are_detected() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
-        ask(&store, strict("k", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("k", 1)).await.expect("a verdict"),
         GRANTED
     );
     let reply = server.reply("KEYS processed:!canary:*").expect("a reply");
@@ -424,13 +458,13 @@ async fn writes_that_are_rolled_back_are_detected() {
         .expect("a value")
         .to_owned();
     assert_eq!(
-        ask(&store, strict("l", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("l", 1)).await.expect("a verdict"),
         GRANTED
     );
     server
         .command(&format!("SET {count} {before}"))
         .expect("a reply");
-    let paused = ask(&store, strict("m", 1)).await;
+    let paused = apply_one(&store, strict("m", 1)).await;
     let is_expected = |why: &str| why.contains("last writes") && why.contains("accept_loss");
     assert!(
         matches!(&paused, Err(StoreError::Unknown(why) | StoreError::NotApplied(why)) if is_expected(&why.to_string())),
@@ -443,7 +477,7 @@ async fn evicted_keys_are_detected() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
-        ask(&store, strict("k", 1)).await.expect("a verdict"),
+        apply_one(&store, strict("k", 1)).await.expect("a verdict"),
         GRANTED
     );
     server
@@ -465,7 +499,7 @@ async fn evicted_keys_are_detected() {
         .expect("a reply");
     server.command("SET one more").expect("a reply");
     tokio::time::sleep(CHECK_INTERVAL).await;
-    let paused = ask(&store, strict("m", 1)).await;
+    let paused = apply_one(&store, strict("m", 1)).await;
     // The canary may be among the evicted keys.
     let is_expected = |why: &str| why.contains("evicted") || why.contains("canary");
     assert!(
@@ -484,14 +518,14 @@ async fn evicted_keys_are_detected() {
 async fn a_foreign_value_under_the_canary_key_is_named_and_grants_nothing() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let running = at(&server.url());
-    let granted = ask(&running, strict("before", 1)).await;
+    let granted = apply_one(&running, strict("before", 1)).await;
     assert_eq!(granted.expect("a verdict"), GRANTED);
     server.command("DEL processed:!canary").expect("a reply");
     server
         .command("RPUSH processed:!canary x")
         .expect("a reply");
     for store in [running, at(&server.url())] {
-        let refused = ask(&store, strict("after", 2)).await;
+        let refused = apply_one(&store, strict("after", 2)).await;
         assert!(
             matches!(&refused, Err(StoreError::Misconfigured(why)) if why.to_string().contains("!canary")),
             "{refused:?}"

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Effect, Guarantee, Marker, Operation, Token, Verdict};
+use oncegate_core::marker::{Effect, Guarantee, Marker, Operation, OperationKind, Token, Verdict};
 use oncegate_core::{
     Consumer, Context, Error, Failure, FailureExt, Gate, Handler, IdSource, MemoryBroker, Message,
     Raw, RawBytes, RunOutcome, Store, StoreError,
@@ -16,7 +16,9 @@ use oncegate_testkit::servers::{RedisOptions, RedisServer};
 use tokio::sync::mpsc::unbounded_channel;
 
 use crate::sentinel_and_cluster::until_answered;
-use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, complete, key, operation, terms};
+use crate::support::{
+    DONE, GRANTED, SECOND, apply_one, at, claim, complete, key, operation, terms,
+};
 
 const IDS: usize = 4_000;
 const GATES: usize = 4;
@@ -131,14 +133,14 @@ const OLDER: u128 = 1;
 const NEWER: u128 = 2;
 const CLAIMS: usize = 600;
 
-fn operations_on_all_ids(ask: Ask, token: u128, guarantee: Guarantee) -> Vec<Operation> {
+fn operations_on_all_ids(kind: OperationKind, token: u128, guarantee: Guarantee) -> Vec<Operation> {
     (0..CLAIMS)
         .map(|it| {
             operation(
                 &format!("k{it}"),
-                ask,
+                kind,
                 token,
-                u32::from(ask != Ask::Claim),
+                u32::from(kind != OperationKind::Claim),
                 terms(guarantee),
             )
         })
@@ -169,39 +171,49 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     let newer = at(&url(server.port()));
 
     for answer in older[0]
-        .apply(&operations_on_all_ids(Ask::Claim, OLDER, guarantee))
+        .apply(&operations_on_all_ids(
+            OperationKind::Claim,
+            OLDER,
+            guarantee,
+        ))
         .await
     {
         assert_eq!(answer.expect("a verdict"), GRANTED);
     }
     // Loads the script, so that late calls of it take effect.
-    ask(
+    apply_one(
         &newer,
-        operation("learns", Ask::Complete, 9, 1, terms(guarantee)),
+        operation("learns", OperationKind::Complete, 9, 1, terms(guarantee)),
     )
     .await
     .expect("a verdict");
     // Every store connects before the server is stopped, and finds out which commands it has.
     for store in &older {
-        let clear = operation("free", Ask::Clear(Effect::Nothing), 9, 1, terms(guarantee));
+        let clear = operation(
+            "free",
+            OperationKind::Clear(Effect::Nothing),
+            9,
+            1,
+            terms(guarantee),
+        );
         for _ in 0..3 {
             // A busy machine may exceed the short timeout.
-            while ask(store, clear.clone()).await.is_err() {}
+            while apply_one(store, clear.clone()).await.is_err() {}
         }
     }
-    newer.look(&key("k0")).await.expect("a marker");
+    newer.read_marker(&key("k0")).await.expect("a marker");
     server.freeze();
     slow.black_hole();
     let stopped = Instant::now();
     // Each store gives up after its third consecutive timeout; its commands are still in flight.
     let giving_up = older.iter().map(|store| async move {
-        for ask in [
-            Ask::Clear(Effect::Nothing),
-            Ask::Renew,
-            Ask::Clear(Effect::Nothing),
+        for kind in [
+            OperationKind::Clear(Effect::Nothing),
+            OperationKind::Renew,
+            OperationKind::Clear(Effect::Nothing),
         ] {
             let answers = store
-                .apply(&operations_on_all_ids(ask, OLDER, guarantee))
+                .apply(&operations_on_all_ids(kind, OLDER, guarantee))
                 .await;
             let abandoned = answers
                 .iter()
@@ -209,8 +221,9 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
                 .count();
             // Bare sends no renewals.
             assert!(
-                abandoned == CLAIMS || (guarantee == Guarantee::Bare && ask == Ask::Renew),
-                "{abandoned} of {ask:?}"
+                abandoned == CLAIMS
+                    || (guarantee == Guarantee::Bare && kind == OperationKind::Renew),
+                "{abandoned} of {kind:?}"
             );
         }
     });
@@ -220,7 +233,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
 
     // Under load: the newer claim is repeated until it holds all ids.
     let deadline = Instant::now() + 30 * SECOND;
-    let mut waiting = operations_on_all_ids(Ask::Claim, NEWER, guarantee);
+    let mut waiting = operations_on_all_ids(OperationKind::Claim, NEWER, guarantee);
     while !waiting.is_empty() {
         assert!(
             Instant::now() < deadline,
@@ -239,7 +252,11 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     let mut changed = 0;
     for it in 0..CLAIMS {
         changed += usize::from(
-            match newer.look(&key(&format!("k{it}"))).await.expect("a marker") {
+            match newer
+                .read_marker(&key(&format!("k{it}")))
+                .await
+                .expect("a marker")
+            {
                 Marker::InProgress(hold) => hold.token != Token(NEWER),
                 Marker::Done(None) => guarantee != Guarantee::Bare,
                 _ => true,
@@ -248,7 +265,11 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     }
     if guarantee != Guarantee::Bare {
         let ends = newer
-            .apply(&operations_on_all_ids(Ask::Complete, NEWER, guarantee))
+            .apply(&operations_on_all_ids(
+                OperationKind::Complete,
+                NEWER,
+                guarantee,
+            ))
             .await;
         changed += ends
             .into_iter()
@@ -315,7 +336,7 @@ async fn a_late_reply_answers_no_other_request() {
             RequestFault::Pass
         }
     });
-    let late = ask(&store, claim("late", 1)).await;
+    let late = apply_one(&store, claim("late", 1)).await;
     assert!(matches!(late, Err(StoreError::Unknown(_))), "{late:?}");
     // The late reply, nil, would grant this claim.
     assert_eq!(
@@ -335,7 +356,7 @@ async fn the_store_recovers_from_lost_packets_and_a_reset() {
     proxy.black_hole();
     for _ in 0..5 {
         let started = Instant::now();
-        let dark = ask(&store, claim("dark", 1)).await;
+        let dark = apply_one(&store, claim("dark", 1)).await;
         assert!(
             matches!(
                 dark,
@@ -363,14 +384,14 @@ async fn a_revoked_right_is_reported_and_a_granted_one_is_used() {
         server.port()
     ));
     assert_eq!(
-        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
     );
     server
         .command("ACL SETUSER oncegate -set")
         .expect("a reply");
     for refused in [claim("l", 1), complete("k", 1, 1)] {
-        let answer = ask(&store, refused).await;
+        let answer = apply_one(&store, refused).await;
         assert!(
             matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("SET")),
             "{answer:?}"
@@ -380,7 +401,9 @@ async fn a_revoked_right_is_reported_and_a_granted_one_is_used() {
         .command("ACL SETUSER oncegate +set")
         .expect("a reply");
     assert_eq!(
-        ask(&store, complete("k", 1, 1)).await.expect("a verdict"),
+        apply_one(&store, complete("k", 1, 1))
+            .await
+            .expect("a verdict"),
         DONE
     );
 }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use oncegate_core::marker::{
-    Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, Terms, Token,
+    Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, OperationKind, Terms, Token,
     UNRESOLVED_AT_MOST_ONCE, Verdict,
 };
 use oncegate_redis::{Durability, Redis};
@@ -80,7 +80,7 @@ async fn a_lease_is_valid_to_its_last_millisecond() {
         ..terms(Guarantee::EffectivelyOnce)
     };
     for it in 0..2000 {
-        let claim = |token| operation(&format!("k{it}"), Ask::Claim, token, 0, brief);
+        let claim = |token| operation(&format!("k{it}"), OperationKind::Claim, token, 0, brief);
         match verdicts(&store, &[claim(1), claim(2)]).await[1] {
             Verdict::Busy {
                 remaining: Duration::ZERO,
@@ -99,7 +99,7 @@ async fn a_lease_is_valid_to_its_last_millisecond() {
 }
 
 /// A request, its token, its attempt and its terms.
-type LawRequest = (Ask, u128, u32, Terms);
+type LawRequest = (OperationKind, u128, u32, Terms);
 
 /// Every marker has the expiry of `marker::apply`.
 #[tokio::test]
@@ -119,61 +119,80 @@ async fn every_marker_has_the_expiry_of_the_table() {
         ..terms
     };
     let cases: [(&str, Duration, &[LawRequest]); 12] = [
-        ("claimed", WINDOW, &[(Ask::Claim, 1, 0, lax)]),
+        ("claimed", WINDOW, &[(OperationKind::Claim, 1, 0, lax)]),
         (
             "claimed at most once",
             UNRESOLVED_AT_MOST_ONCE,
-            &[(Ask::Claim, 1, 0, strict)],
+            &[(OperationKind::Claim, 1, 0, strict)],
         ),
-        ("bare", WINDOW, &[(Ask::Claim, 1, 0, bare)]),
+        ("bare", WINDOW, &[(OperationKind::Claim, 1, 0, bare)]),
         (
             "done",
             WINDOW,
-            &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Complete, 1, 1, lax)],
+            &[
+                (OperationKind::Claim, 1, 0, brief(lax)),
+                (OperationKind::Complete, 1, 1, lax),
+            ],
         ),
         (
             "done at most once",
             WINDOW,
-            &[(Ask::Claim, 1, 0, strict), (Ask::Complete, 1, 1, strict)],
+            &[
+                (OperationKind::Claim, 1, 0, strict),
+                (OperationKind::Complete, 1, 1, strict),
+            ],
         ),
-        ("done, body", WINDOW, &[(Ask::Complete, 1, 1, body(strict))]),
+        (
+            "done, body",
+            WINDOW,
+            &[(OperationKind::Complete, 1, 1, body(strict))],
+        ),
         (
             "cleared",
             WINDOW,
             &[
-                (Ask::Claim, 1, 0, brief(lax)),
-                (Ask::Clear(Effect::Unknown), 1, 1, lax),
+                (OperationKind::Claim, 1, 0, brief(lax)),
+                (OperationKind::Clear(Effect::Unknown), 1, 1, lax),
             ],
         ),
         (
             "rejected",
             WINDOW,
             &[
-                (Ask::Claim, 1, 0, strict),
-                (Ask::Reject(Effect::Unknown), 1, 1, strict),
+                (OperationKind::Claim, 1, 0, strict),
+                (OperationKind::Reject(Effect::Unknown), 1, 1, strict),
             ],
         ),
         (
             "doubted",
             UNRESOLVED_AT_MOST_ONCE,
-            &[(Ask::Claim, 1, 0, strict), (Ask::Doubt, 1, 1, strict)],
+            &[
+                (OperationKind::Claim, 1, 0, strict),
+                (OperationKind::Doubt, 1, 1, strict),
+            ],
         ),
-        ("doubted, lax", WINDOW, &[(Ask::Doubt, 1, 1, lax)]),
+        ("doubted, lax", WINDOW, &[(OperationKind::Doubt, 1, 1, lax)]),
         (
             "taken over",
             WINDOW,
-            &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Claim, 2, 0, lax)],
+            &[
+                (OperationKind::Claim, 1, 0, brief(lax)),
+                (OperationKind::Claim, 2, 0, lax),
+            ],
         ),
         (
             "taken in doubt",
             UNRESOLVED_AT_MOST_ONCE,
-            &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Claim, 2, 0, strict)],
+            &[
+                (OperationKind::Claim, 1, 0, brief(lax)),
+                (OperationKind::Claim, 2, 0, strict),
+            ],
         ),
     ];
     for (id, expiry, requests) in cases {
         let id = id.replace([' ', ','], "-"); // an id that needs no escaping in its key
-        for (ask, token, attempt, terms) in requests {
-            verdicts(&store, &[operation(&id, *ask, *token, *attempt, *terms)]).await;
+        for (kind, token, attempt, terms) in requests {
+            verdicts(&store, &[operation(&id, *kind, *token, *attempt, *terms)]).await;
             tokio::time::sleep(Duration::from_millis(3)).await;
         }
         let left: u64 = redis::cmd("PTTL")
@@ -206,52 +225,52 @@ async fn a_marker_of_unknown_age_gets_a_new_expiry() {
         remaining: lax.lease,
     };
     let doubt = [
-        operation("-", Ask::Doubt, 8, 1, strict),
-        operation("-", Ask::Claim, 1, 0, strict),
+        operation("-", OperationKind::Doubt, 8, 1, strict),
+        operation("-", OperationKind::Claim, 1, 0, strict),
     ];
-    let hold = |terms| [operation("-", Ask::Claim, 1, 0, terms)];
+    let hold = |terms| [operation("-", OperationKind::Claim, 1, 0, terms)];
     // The marker, the request, and the verdict, each with its own id.
     let cases = [
         (
             "in progress",
             &hold(lax)[..],
-            operation("-", Ask::Claim, 2, 0, lax),
+            operation("-", OperationKind::Claim, 2, 0, lax),
             busy,
         ),
         (
             "in progress at most once",
             &hold(strict),
-            operation("-", Ask::Claim, 2, 0, strict),
+            operation("-", OperationKind::Claim, 2, 0, strict),
             busy,
         ),
         (
             "another body",
             &hold(body(7)),
-            operation("-", Ask::Claim, 2, 0, body(8)),
+            operation("-", OperationKind::Claim, 2, 0, body(8)),
             busy,
         ),
         (
             "reconciling",
             &doubt,
-            operation("-", Ask::Claim, 2, 0, strict),
+            operation("-", OperationKind::Claim, 2, 0, strict),
             busy,
         ),
         (
             "mine",
             &hold(lax),
-            operation("-", Ask::Claim, 1, 0, lax),
+            operation("-", OperationKind::Claim, 1, 0, lax),
             GRANTED,
         ),
         (
             "renewed",
             &hold(lax),
-            operation("-", Ask::Renew, 1, 1, lax),
+            operation("-", OperationKind::Renew, 1, 1, lax),
             Verdict::Applied,
         ),
         (
             "my doubt",
             &doubt,
-            operation("-", Ask::Claim, 1, 0, strict),
+            operation("-", OperationKind::Claim, 1, 0, strict),
             Verdict::InDoubt(Attempts::none_counted(2)),
         ),
     ];
@@ -271,7 +290,7 @@ async fn a_marker_of_unknown_age_gets_a_new_expiry() {
             for operation in made {
                 verdicts(&store, &[of(operation)]).await;
             }
-            let before = store.look(&key(&id)).await.expect("a marker");
+            let before = store.read_marker(&key(&id)).await.expect("a marker");
             let (Marker::InProgress(hold) | Marker::InDoubt(hold, _)) = before else {
                 panic!("{before:?}")
             };
@@ -290,7 +309,7 @@ async fn a_marker_of_unknown_age_gets_a_new_expiry() {
 
             assert_eq!(verdicts(&store, &[of(&request)]).await, [expected], "{id}");
             assert_eq!(
-                store.look(&key(&id)).await.expect("a marker"),
+                store.read_marker(&key(&id)).await.expect("a marker"),
                 before,
                 "{id}"
             );
@@ -307,14 +326,18 @@ async fn a_marker_of_unknown_age_gets_a_new_expiry() {
         }
     }
     // A waiting doubt is taken over, whatever its age.
-    let waiting = operation("waiting", Ask::Doubt, 1, 1, strict);
+    let waiting = operation("waiting", OperationKind::Doubt, 1, 1, strict);
     verdicts(&store, &[waiting]).await;
     let _: i64 = redis::cmd("PERSIST")
         .arg(format!("{prefix}waiting"))
         .query_async(&mut raw)
         .await
         .expect("an answer");
-    let taken = verdicts(&store, &[operation("waiting", Ask::Claim, 2, 0, strict)]).await;
+    let taken = verdicts(
+        &store,
+        &[operation("waiting", OperationKind::Claim, 2, 0, strict)],
+    )
+    .await;
     assert_eq!(taken, [Verdict::InDoubt(Attempts::none_counted(2))]);
     // A done marker without expiry, as other programs may write it, stays a duplicate.
     let _: () = redis::cmd("SET")
@@ -323,7 +346,7 @@ async fn a_marker_of_unknown_age_gets_a_new_expiry() {
         .query_async(&mut raw)
         .await
         .expect("an answer");
-    let complete = operation("theirs", Ask::Complete, 2, 1, lax);
+    let complete = operation("theirs", OperationKind::Complete, 2, 1, lax);
     assert_eq!(
         verdicts(&store, &[claim("theirs", 2), complete]).await,
         [Verdict::Duplicate, DONE]

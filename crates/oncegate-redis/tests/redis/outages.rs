@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Guarantee, Operation, Verdict};
+use oncegate_core::marker::{Guarantee, Operation, OperationKind, Verdict};
 use oncegate_core::{Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::laws;
@@ -12,7 +12,7 @@ use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::support::{
-    DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, operation, terms, verdicts,
+    DONE, GRANTED, SECOND, apply_one, at, claim, client_of, complete, operation, terms, verdicts,
 };
 
 /// The longest time of any answer, with connecting, on a busy machine.
@@ -20,7 +20,7 @@ const BOUND: Duration = Duration::from_secs(8);
 
 async fn bounded(store: &Redis, operation: Operation) -> Result<Verdict, StoreError> {
     let started = Instant::now();
-    let answer = ask(store, operation).await;
+    let answer = apply_one(store, operation).await;
     assert!(
         started.elapsed() < BOUND,
         "{answer:?} after {:?}",
@@ -188,7 +188,8 @@ async fn cancelled_requests_count_as_timeouts() {
     assert_eq!(until_answered(&store, claim("k", 1)).await, GRANTED);
     server.freeze();
     for _ in 0..3 {
-        let short_timeout = tokio::time::timeout(SECOND / 20, ask(&store, claim("k", 1))).await;
+        let short_timeout =
+            tokio::time::timeout(SECOND / 20, apply_one(&store, claim("k", 1))).await;
         assert!(
             short_timeout.is_err(),
             "a frozen server answered: {short_timeout:?}"
@@ -316,7 +317,13 @@ async fn a_full_server_applies_nothing_but_renewals() {
             "{answer:?}"
         );
     }
-    let renew = operation("k", Ask::Renew, 1, 1, terms(Guarantee::EffectivelyOnce));
+    let renew = operation(
+        "k",
+        OperationKind::Renew,
+        1,
+        1,
+        terms(Guarantee::EffectivelyOnce),
+    );
     assert_eq!(until_answered(&store, renew).await, Verdict::Applied);
     let _: () = config("0").query_async(&mut raw).await.expect("an answer");
     assert_eq!(until_answered(&store, complete("k", 1, 1)).await, DONE);
@@ -390,15 +397,21 @@ fn renewals_connect_on_a_runtime_of_their_own() {
     let first = runtime();
     assert_eq!(
         first
-            .block_on(ask(&store, claim("k", 1)))
+            .block_on(apply_one(&store, claim("k", 1)))
             .expect("a verdict"),
         GRANTED
     );
     let renewals = store.for_renewals().expect("a handle");
-    let renew = operation("k", Ask::Renew, 1, 1, terms(Guarantee::EffectivelyOnce));
+    let renew = operation(
+        "k",
+        OperationKind::Renew,
+        1,
+        1,
+        terms(Guarantee::EffectivelyOnce),
+    );
     assert_eq!(
         runtime()
-            .block_on(ask(&*renewals, renew.clone()))
+            .block_on(apply_one(&*renewals, renew.clone()))
             .expect("a verdict"),
         Verdict::Applied
     );
@@ -406,15 +419,15 @@ fn renewals_connect_on_a_runtime_of_their_own() {
     // runtime.
     let next = runtime();
     let verdict = next.block_on(async {
-        match ask(&*renewals, renew.clone()).await {
-            Err(_) => ask(&*renewals, renew).await,
+        match apply_one(&*renewals, renew.clone()).await {
+            Err(_) => apply_one(&*renewals, renew).await,
             answer => answer,
         }
     });
     assert_eq!(verdict.expect("a verdict"), Verdict::Applied);
     assert_eq!(
         first
-            .block_on(ask(&store, complete("k", 1, 1)))
+            .block_on(apply_one(&store, complete("k", 1, 1)))
             .expect("a verdict"),
         DONE
     );

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Guarantee, Marker, Operation, Terms, Verdict};
+use oncegate_core::marker::{Guarantee, Marker, Operation, OperationKind, Terms, Verdict};
 use oncegate_core::{Store, StoreError};
 use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::servers::{
@@ -13,8 +13,8 @@ use oncegate_testkit::servers::{
 use crate::outages::proxy_with_changeable_target;
 use crate::sentinel_and_cluster::until_answered;
 use crate::support::{
-    DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, key, operation, rights, terms,
-    verdicts,
+    DONE, GRANTED, SECOND, apply_one, at, claim, client_of, complete, key, operation, rights,
+    terms, verdicts,
 };
 
 /// With a long timeout: the machine may be busy with other tests.
@@ -79,14 +79,14 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
         assert!(is_expected, "{operation:?}: {answer:?}");
     }
     // A partitioned primary must not renew leases that others take over on the new primary.
-    let renewal = |guarantee| operation("own", Ask::Renew, 1, 1, terms(guarantee));
-    let answer = ask(&store, renewal(Guarantee::AtMostOnce)).await;
+    let renewal = |guarantee| operation("own", OperationKind::Renew, 1, 1, terms(guarantee));
+    let answer = apply_one(&store, renewal(Guarantee::AtMostOnce)).await;
     assert!(
         matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 required replicas")),
         "{answer:?}"
     );
     assert_eq!(
-        ask(&store, renewal(Guarantee::EffectivelyOnce))
+        apply_one(&store, renewal(Guarantee::EffectivelyOnce))
             .await
             .expect("a verdict"),
         Verdict::Applied,
@@ -125,7 +125,7 @@ async fn too_few_replicas_grant_nothing_and_bare_does_not_wait() {
         count: 2,
         timeout: SECOND / 20,
     });
-    let answer = ask(&store, claim("k", 1)).await;
+    let answer = apply_one(&store, claim("k", 1)).await;
     assert!(
         matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("of the 2 required replicas")),
         "{answer:?}"
@@ -134,7 +134,7 @@ async fn too_few_replicas_grant_nothing_and_bare_does_not_wait() {
         terms: terms(Guarantee::Bare),
         ..claim("bare", 1)
     };
-    assert_eq!(ask(&store, bare).await.expect("a verdict"), GRANTED);
+    assert_eq!(apply_one(&store, bare).await.expect("a verdict"), GRANTED);
 }
 
 /// Claims new ids, cuts the replication and kills the primary. Returns the number of grants, and how
@@ -218,7 +218,7 @@ async fn at_most_once_continues_after_a_failover_that_lost_no_grant() {
     // The replica becomes a separate primary.
     assert_eq!(replica.command("REPLICAOF NO ONE").expect("a reply"), "+OK");
     for _ in 0..3 {
-        let unknown = ask(&store, strict("not granted")).await;
+        let unknown = apply_one(&store, strict("not granted")).await;
         assert!(
             matches!(&unknown, Err(StoreError::Unknown(why)) if why.to_string().contains("replicas")),
             "{unknown:?}"
@@ -282,13 +282,16 @@ async fn a_missing_right_to_wait_is_reported() {
         .command("ACL SETUSER some on nopass ~processed:* -@all +set +get +mget +del +pttl +pexpire +eval +evalsha +info +hello")
         .expect("a reply");
     let store = at(&format!("redis://some:x@127.0.0.1:{}", server.port())).durability(ONE_REPLICA);
-    let answer = ask(&store, claim("k", 1)).await;
+    let answer = apply_one(&store, claim("k", 1)).await;
     assert!(
         matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("+wait")),
         "{answer:?}"
     );
     assert!(
-        matches!(store.look(&key("k")).await, Ok(Marker::InProgress(_))),
+        matches!(
+            store.read_marker(&key("k")).await,
+            Ok(Marker::InProgress(_))
+        ),
         "applied; repeated with the same token it has the same result"
     );
 }

@@ -2,10 +2,10 @@
 //! Both must agree with the Rust code.
 
 use oncegate_core::StoreError;
-use oncegate_core::marker::{Ask, Guarantee, Token, Verdict};
+use oncegate_core::marker::{Guarantee, OperationKind, Token, Verdict};
 use redis::aio::MultiplexedConnection;
 
-use crate::support::{ask, client, key, operation, store, terms};
+use crate::support::{apply_one, client, key, operation, store, terms};
 
 const SCRIPT: &str = include_str!("../../src/apply.lua");
 
@@ -451,8 +451,8 @@ fn readable() -> Vec<String> {
     records
 }
 
-/// The errors of the script, of `look` and of a claim's fast path for a record; `None` if it is
-/// valid.
+/// The errors of the script, of `read_marker` and of a claim's fast path for a record; `None` if it
+/// is valid.
 async fn read(record: &[u8]) -> [Option<String>; 3] {
     let (store, prefix) = store();
     let id = "k";
@@ -469,14 +469,14 @@ async fn read(record: &[u8]) -> [Option<String>; 3] {
         other => panic!("{:?}: {other:?}", String::from_utf8_lossy(record)),
     };
     // This token holds no record, so that valid records are unchanged.
-    let scripted = ask(&store, operation(id, Ask::Renew, 99, 1, lax))
+    let scripted = apply_one(&store, operation(id, OperationKind::Renew, 99, 1, lax))
         .await
         .inspect(|verdict| assert_eq!(*verdict, Verdict::Lost));
-    let by_look = store.look(&key(id)).await;
-    let claimed = ask(&store, operation(id, Ask::Claim, 99, 0, lax)).await;
+    let by_read = store.read_marker(&key(id)).await;
+    let claimed = apply_one(&store, operation(id, OperationKind::Claim, 99, 0, lax)).await;
     [
         scripted.err().map(refused),
-        by_look.err().map(refused),
+        by_read.err().map(refused),
         claimed.err().map(refused),
     ]
 }
@@ -502,9 +502,9 @@ async fn the_script_decodes_the_same_records_as_the_store() {
     ] {
         for record in records {
             let shown = String::from_utf8_lossy(&record).into_owned();
-            let [scripted, by_look, claimed] = read(&record).await;
+            let [scripted, by_read, claimed] = read(&record).await;
             assert!(scripted.is_some(), "the script reads {shown:?}");
-            assert_eq!((&by_look, &claimed), (&scripted, &scripted), "of {shown:?}");
+            assert_eq!((&by_read, &claimed), (&scripted, &scripted), "of {shown:?}");
             // The version, which differs.
             let text = scripted.and_then(|error| error.split("version").next().map(str::to_owned));
             assert_eq!(

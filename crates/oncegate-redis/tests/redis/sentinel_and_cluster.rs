@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Effect, Guarantee, Marker, Operation, Verdict};
+use oncegate_core::marker::{Effect, Guarantee, Marker, Operation, OperationKind, Verdict};
 use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{
@@ -10,14 +10,14 @@ use oncegate_testkit::servers::{
 };
 
 use crate::support::{
-    DONE, GRANTED, SECOND, ask, claim, complete, key, operation, rights, terms, verdicts,
+    DONE, GRANTED, SECOND, apply_one, claim, complete, key, operation, rights, terms, verdicts,
 };
 
 /// Repeats an operation until the store returns a verdict; `Misconfigured` fails.
 pub(crate) async fn until_answered(store: &Redis, operation: Operation) -> Verdict {
     let deadline = Instant::now() + 40 * SECOND;
     loop {
-        match ask(store, operation.clone()).await {
+        match apply_one(store, operation.clone()).await {
             Ok(verdict) => return verdict,
             Err(error @ StoreError::Misconfigured(_)) => panic!("{error}"),
             Err(error) => assert!(Instant::now() < deadline, "still {error}"),
@@ -31,7 +31,7 @@ async fn the_primary_named_by_the_sentinels_is_used() {
     let mut servers = SentinelServers::start().expect("Redis and Sentinels");
     let store = Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(2 * SECOND);
     assert_eq!(
-        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
     );
     assert!(matches!(
@@ -46,7 +46,7 @@ async fn the_primary_named_by_the_sentinels_is_used() {
         ":2"
     );
 
-    let other_server = ask(&Redis::sentinel(servers.urls(), "unknown"), claim("k", 1)).await;
+    let other_server = apply_one(&Redis::sentinel(servers.urls(), "unknown"), claim("k", 1)).await;
     assert!(
         matches!(&other_server, Err(StoreError::Misconfigured(why)) if why.to_string().contains("unknown")),
         "{other_server:?}"
@@ -90,7 +90,7 @@ async fn the_primary_named_by_the_sentinels_is_used() {
 async fn no_sentinel_blocks_a_claim() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     // A Redis server is not a Sentinel.
-    let answer = ask(
+    let answer = apply_one(
         &Redis::sentinel([server.url()], SENTINEL_NAME),
         claim("k", 1),
     )
@@ -104,12 +104,12 @@ async fn no_sentinel_blocks_a_claim() {
     );
     let url = server.url();
     drop(server);
-    let answer = ask(&Redis::sentinel([url], SENTINEL_NAME), claim("k", 1)).await;
+    let answer = apply_one(&Redis::sentinel([url], SENTINEL_NAME), claim("k", 1)).await;
     assert!(
         matches!(answer, Err(StoreError::NotApplied(_))),
         "{answer:?}"
     );
-    let none = ask(
+    let none = apply_one(
         &Redis::sentinel(Vec::<String>::new(), SENTINEL_NAME),
         claim("k", 1),
     )
@@ -147,13 +147,13 @@ async fn a_batch_is_sent_to_all_nodes_of_a_cluster() {
         }
     }
     assert!(matches!(
-        store.look(&key("k0")).await,
+        store.read_marker(&key("k0")).await,
         Ok(Marker::Done(None))
     ));
     // Several on one key keep their order.
     let clear = operation(
         "same",
-        Ask::Clear(Effect::Nothing),
+        OperationKind::Clear(Effect::Nothing),
         1,
         1,
         terms(Guarantee::EffectivelyOnce),
@@ -188,8 +188,8 @@ async fn a_batch_is_sent_to_all_nodes_of_a_cluster() {
     }
 
     // One of its nodes, configured as a single server, is rejected.
-    let single = ask(&Redis::at(&cluster.urls()[0]), claim("k0", 9)).await;
-    let moved = ask(&Redis::at(&cluster.urls()[0]), claim("k1", 9)).await;
+    let single = apply_one(&Redis::at(&cluster.urls()[0]), claim("k0", 9)).await;
+    let moved = apply_one(&Redis::at(&cluster.urls()[0]), claim("k1", 9)).await;
     assert!(
         [single, moved].iter().any(|it| matches!(it, Err(StoreError::Misconfigured(why)) if why.to_string().contains("Redis::cluster")))
     );
@@ -319,7 +319,7 @@ async fn redirections_of_a_migrating_slot_are_followed() {
     let store = Redis::cluster(urls).timeout(2 * SECOND).prefix("");
     let slot = 12_182;
     assert_eq!(
-        ask(&store, claim("foo", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("foo", 1)).await.expect("a verdict"),
         GRANTED
     );
     let from = cluster.primary_of_slot(slot);
@@ -353,11 +353,11 @@ async fn redirections_of_a_migrating_slot_are_followed() {
         ),
     );
     assert!(matches!(
-        ask(&store, claim("foo", 2)).await,
+        apply_one(&store, claim("foo", 2)).await,
         Ok(Verdict::Busy { .. })
     ));
     assert_eq!(
-        ask(&store, claim("foo", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("foo", 1)).await.expect("a verdict"),
         GRANTED
     );
     // With the canary of the new node in the same pipeline.
@@ -365,16 +365,18 @@ async fn redirections_of_a_migrating_slot_are_followed() {
         terms: terms(Guarantee::AtMostOnce),
         ..claim("foo", 1)
     };
-    assert_eq!(ask(&store, strict).await.expect("a verdict"), GRANTED);
+    assert_eq!(apply_one(&store, strict).await.expect("a verdict"), GRANTED);
 
     run_on(to, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
     run_on(from, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
     assert_eq!(
-        ask(&store, complete("foo", 1, 1)).await.expect("a verdict"),
+        apply_one(&store, complete("foo", 1, 1))
+            .await
+            .expect("a verdict"),
         DONE
     );
     assert_eq!(
-        ask(&store, claim("foo", 2)).await.expect("a verdict"),
+        apply_one(&store, claim("foo", 2)).await.expect("a verdict"),
         Verdict::Duplicate
     );
 }
@@ -457,7 +459,7 @@ async fn a_canary_in_a_migrating_slot_blocks_no_claim() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_server_that_is_not_in_a_cluster_is_reported() {
     let single = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    let answer = ask(&Redis::cluster([single.url()]), claim("k", 1)).await;
+    let answer = apply_one(&Redis::cluster([single.url()]), claim("k", 1)).await;
     assert!(
         matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("Redis::at")),
         "{answer:?}"
@@ -484,13 +486,13 @@ async fn the_slot_map_of_a_reset_node_is_not_used() {
     let store = Redis::cluster([left, other]).timeout(2 * SECOND);
     for it in 0..20 {
         assert_eq!(
-            ask(&store, claim(&format!("k{it}"), 1))
+            apply_one(&store, claim(&format!("k{it}"), 1))
                 .await
                 .expect("a verdict"),
             GRANTED
         );
     }
-    let alone = ask(&Redis::cluster([left]), claim("k", 1)).await;
+    let alone = apply_one(&Redis::cluster([left]), claim("k", 1)).await;
     assert!(
         matches!(&alone, Err(StoreError::NotApplied(why)) if why.to_string().contains("no served slot")),
         "{alone:?}"
@@ -510,15 +512,17 @@ async fn repeatedly_cancelled_renewals_find_the_new_primary() {
     };
     // In slot 12182.
     assert_eq!(
-        ask(&store, operation("foo", Ask::Claim, 1, 0, long))
+        apply_one(&store, operation("foo", OperationKind::Claim, 1, 0, long))
             .await
             .expect("a verdict"),
         GRANTED
     );
     let renewals = store.for_renewals().expect("a handle");
-    let renew = operation("foo", Ask::Renew, 1, 1, long);
+    let renew = operation("foo", OperationKind::Renew, 1, 1, long);
     assert_eq!(
-        ask(&*renewals, renew.clone()).await.expect("a verdict"),
+        apply_one(&*renewals, renew.clone())
+            .await
+            .expect("a verdict"),
         Verdict::Applied
     );
     let serves = cluster.primary_of_slot(12_182);
@@ -531,7 +535,7 @@ async fn repeatedly_cancelled_renewals_find_the_new_primary() {
     cluster.node_mut(serves).freeze();
     let deadline = Instant::now() + 40 * SECOND;
     while !matches!(
-        tokio::time::timeout(SECOND / 5, ask(&*renewals, renew.clone())).await,
+        tokio::time::timeout(SECOND / 5, apply_one(&*renewals, renew.clone())).await,
         Ok(Ok(Verdict::Applied))
     ) {
         assert!(

@@ -11,7 +11,7 @@ use oncegate_testkit::servers::{RedisOptions, RedisServer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::support::{GRANTED, SECOND, ask, claim, key};
+use crate::support::{GRANTED, SECOND, apply_one, claim, key};
 
 /// The password of Sentinels that require one.
 const PASSWORD: &str = "s3cret";
@@ -108,11 +108,14 @@ async fn a_sentinel_that_names_an_old_primary_is_skipped() {
             sentinel(SentinelBehaviour::At(primary.port())).await,
         );
         let store = Redis::sentinel([stale, current], "mymaster").timeout(5 * SECOND);
-        let first = store.look(&key("k")).await;
+        let first = store.read_marker(&key("k")).await;
         assert!(matches!(first, Err(StoreError::NotApplied(_))), "{first:?}");
-        assert!(matches!(store.look(&key("k")).await, Ok(Marker::Absent)));
+        assert!(matches!(
+            store.read_marker(&key("k")).await,
+            Ok(Marker::Absent)
+        ));
         assert_eq!(
-            ask(&store, claim("k", 1)).await.expect("a verdict"),
+            apply_one(&store, claim("k", 1)).await.expect("a verdict"),
             GRANTED
         );
         // The Sentinel that named the primary is queried first from now on.
@@ -136,13 +139,13 @@ async fn a_name_is_unknown_only_if_every_sentinel_reports_it() {
         format!("redis://127.0.0.1:{}", unused_port().await),
     );
     for urls in [[&other_server, &unreachable], [&unreachable, &other_server]] {
-        let answer = ask(&Redis::sentinel(urls, "mymaster"), claim("k", 1)).await;
+        let answer = apply_one(&Redis::sentinel(urls, "mymaster"), claim("k", 1)).await;
         assert!(
             matches!(answer, Err(StoreError::NotApplied(_))),
             "{answer:?}"
         );
     }
-    let answer = ask(
+    let answer = apply_one(
         &Redis::sentinel([&other_server, &other_server], "mymaster"),
         claim("k", 1),
     )
@@ -159,7 +162,7 @@ async fn no_database_is_selected_on_a_sentinel_with_a_login() {
     let (url, _) = sentinel(SentinelBehaviour::AtAfterLogin(primary.port())).await;
     let store = Redis::sentinel([url], "mymaster").timeout(5 * SECOND);
     assert_eq!(
-        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
     );
     assert!(

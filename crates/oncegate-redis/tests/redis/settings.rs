@@ -3,13 +3,15 @@
 use std::net::TcpListener;
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Effect, Guarantee, Operation, Verdict};
+use oncegate_core::marker::{Effect, Guarantee, Operation, OperationKind, Verdict};
 use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::Lines;
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
-use crate::support::{GRANTED, ask, at, claim, client_of, complete, key, operation, rights, terms};
+use crate::support::{
+    GRANTED, apply_one, at, claim, client_of, complete, key, operation, rights, terms,
+};
 
 const SECRET: &str = "s3cr3tpassw0rd";
 
@@ -17,7 +19,7 @@ const SECRET: &str = "s3cr3tpassw0rd";
 async fn misconfigured(store: &Redis) -> String {
     assert!(!format!("{store:?}").contains(SECRET));
     let answers = [
-        ask(store, claim("k", 1)).await.map(|_| ()),
+        apply_one(store, claim("k", 1)).await.map(|_| ()),
         store.persistence().await.map(|_| ()),
         store.preflight(Guarantee::AtMostOnce).await,
     ];
@@ -92,7 +94,7 @@ async fn a_timeout_or_count_of_zero() {
             matches!(&result, Err(StoreError::Misconfigured(why)) if why.to_string().contains(expected)),
             "{result:?}"
         );
-        let result = ask(&store, claim("k", 1)).await;
+        let result = apply_one(&store, claim("k", 1)).await;
         assert!(
             matches!(&result, Err(StoreError::Misconfigured(why)) if why.to_string().contains(expected)),
             "{result:?}"
@@ -104,7 +106,7 @@ async fn a_timeout_or_count_of_zero() {
 async fn a_redis_server_as_a_sentinel() {
     for options in [RedisOptions::new(), RedisOptions::new().password(SECRET)] {
         let server = RedisServer::start(options).expect("a Redis");
-        let result = ask(&Redis::sentinel([server.url()], "mymaster"), claim("k", 1)).await;
+        let result = apply_one(&Redis::sentinel([server.url()], "mymaster"), claim("k", 1)).await;
         assert!(
             matches!(&result, Err(StoreError::Misconfigured(why)) if why.to_string().contains("give this server to Redis::at")),
             "{result:?}"
@@ -128,7 +130,7 @@ async fn a_wrong_password() {
         );
     }
     assert_eq!(
-        ask(&at(&server.url()), claim("k", 1))
+        apply_one(&at(&server.url()), claim("k", 1))
             .await
             .expect("a verdict"),
         GRANTED
@@ -141,18 +143,22 @@ async fn only_the_configured_authority_is_trusted() {
     let other_server = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
     let trusting = at(&server.url()).ca_certificate(server.certificate_authority());
     assert_eq!(
-        ask(&trusting, claim("k", 1)).await.expect("a verdict"),
+        apply_one(&trusting, claim("k", 1))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
     assert_eq!(
-        ask(&trusting, complete("k", 1, 1))
+        apply_one(&trusting, complete("k", 1, 1))
             .await
             .expect("a verdict"),
         crate::support::DONE
     );
     let renewals = trusting.for_renewals().expect("a handle");
     assert_eq!(
-        ask(&*renewals, claim("k", 2)).await.expect("a verdict"),
+        apply_one(&*renewals, claim("k", 2))
+            .await
+            .expect("a verdict"),
         Verdict::Duplicate
     );
 
@@ -166,7 +172,7 @@ async fn only_the_configured_authority_is_trusted() {
             "{line}"
         );
     }
-    let missing = ask(
+    let missing = apply_one(
         &at(&server.url()).ca_certificate("/no/such/file"),
         claim("k", 1),
     )
@@ -175,7 +181,7 @@ async fn only_the_configured_authority_is_trusted() {
         matches!(&missing, Err(StoreError::Misconfigured(why)) if why.to_string().contains("/no/such/file")),
         "{missing:?}"
     );
-    let nothing = ask(
+    let nothing = apply_one(
         &at(&server.url()).ca_certificate("Cargo.toml"),
         claim("k", 1),
     )
@@ -184,7 +190,7 @@ async fn only_the_configured_authority_is_trusted() {
         matches!(&nothing, Err(StoreError::Misconfigured(why)) if why.to_string().contains("ca_certificate")),
         "{nothing:?}"
     );
-    let plain = ask(
+    let plain = apply_one(
         &at("redis://localhost").ca_certificate(server.certificate_authority()),
         claim("k", 1),
     )
@@ -206,11 +212,13 @@ async fn a_server_without_hello_is_used_with_resp2() {
     let server = RedisServer::start(options).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
-        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
     );
     assert_eq!(
-        ask(&store, complete("k", 1, 1)).await.expect("a verdict"),
+        apply_one(&store, complete("k", 1, 1))
+            .await
+            .expect("a verdict"),
         crate::support::DONE
     );
     assert!(matches!(
@@ -230,7 +238,7 @@ async fn a_socket_on_the_same_machine() {
             .expect("a Redis");
     let store = at(&format!("redis+unix://{}", socket.display()));
     assert_eq!(
-        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
     );
 }
@@ -295,7 +303,7 @@ async fn the_documented_rights_suffice_and_missing_ones_are_reported() {
         .await;
     assert!(answers.iter().all(Result::is_ok), "{answers:?}");
     enough.persistence().await.expect("INFO is allowed");
-    let elsewhere = ask(&at(&url("enough")).prefix("mine:"), claim("k", 1)).await;
+    let elsewhere = apply_one(&at(&url("enough")).prefix("mine:"), claim("k", 1)).await;
     assert!(
         matches!(elsewhere, Err(StoreError::Misconfigured(_))),
         "{elsewhere:?}"
@@ -323,7 +331,7 @@ async fn the_documented_rights_suffice_and_missing_ones_are_reported() {
             ..operation
         };
         let clear = Operation {
-            ask: Ask::Clear(Effect::Nothing),
+            kind: OperationKind::Clear(Effect::Nothing),
             ..claim("k", 1)
         };
         let batch = [
@@ -375,7 +383,7 @@ async fn the_documented_rights_suffice_and_missing_ones_are_reported() {
 
     let poor = at(&url("poor"));
     for refused in [claim("k", 1), complete("k", 1, 1)] {
-        let answer = ask(&poor, refused).await;
+        let answer = apply_one(&poor, refused).await;
         assert!(
             matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("+evalsha")),
             "{answer:?}"
@@ -577,12 +585,18 @@ async fn a_right_that_is_missing_later_is_granted_by_the_command_in_the_error() 
         let deny = format!("ACL SETUSER oncegate -{right}");
         assert_eq!(server.command(&deny).expect("a reply"), "+OK");
         let id = format!("without-{right}");
-        let claimed = ask(&store, claim(&id, 1)).await;
+        let claimed = apply_one(&store, claim(&id, 1)).await;
         let (denied, operation) = match claimed {
             Ok(_) => {
                 // By the script on every server.
-                let renew = operation(&id, Ask::Renew, 1, 1, terms(Guarantee::EffectivelyOnce));
-                (ask(&store, renew.clone()).await, renew)
+                let renew = operation(
+                    &id,
+                    OperationKind::Renew,
+                    1,
+                    1,
+                    terms(Guarantee::EffectivelyOnce),
+                );
+                (apply_one(&store, renew.clone()).await, renew)
             }
             denied => (denied, claim(&id, 1)),
         };
@@ -593,7 +607,7 @@ async fn a_right_that_is_missing_later_is_granted_by_the_command_in_the_error() 
         let grant = error.find("ACL SETUSER").map(|at| &error[at..]);
         let grant = grant.unwrap_or_else(|| panic!("{error}"));
         assert_eq!(server.command(grant).expect("a reply"), "+OK", "{grant}");
-        ask(&store, operation)
+        apply_one(&store, operation)
             .await
             .unwrap_or_else(|error| panic!("{right}: {grant}: {error}"));
     }
@@ -614,7 +628,7 @@ async fn a_numbered_database() {
         .await
         .expect("nothing is missing");
     assert_eq!(
-        ask(&store, claim("k", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
     );
     assert!(

@@ -1,9 +1,9 @@
 //! Helpers of the tests.
 
-use oncegate_core::marker::{Ask, Guarantee, Operation, Token};
+use oncegate_core::marker::{Guarantee, Operation, OperationKind, Token};
 use oncegate_redis::Redis;
 pub(crate) use oncegate_testkit::operations::{
-    DONE, GRANTED, SECOND, ask, key, operation, terms, verdicts,
+    DONE, GRANTED, SECOND, apply_one, key, operation, terms, verdicts,
 };
 use redis::aio::MultiplexedConnection;
 
@@ -38,13 +38,19 @@ pub(crate) async fn client_of(url: &str) -> MultiplexedConnection {
 }
 
 pub(crate) fn claim(id: &str, token: u128) -> Operation {
-    operation(id, Ask::Claim, token, 0, terms(Guarantee::EffectivelyOnce))
+    operation(
+        id,
+        OperationKind::Claim,
+        token,
+        0,
+        terms(Guarantee::EffectivelyOnce),
+    )
 }
 
 pub(crate) fn complete(id: &str, token: u128, attempt: u32) -> Operation {
     operation(
         id,
-        Ask::Complete,
+        OperationKind::Complete,
         token,
         attempt,
         terms(Guarantee::EffectivelyOnce),

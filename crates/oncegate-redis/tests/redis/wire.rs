@@ -3,7 +3,9 @@
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpStream};
 
-use oncegate_core::marker::{Ask, Effect, Finding, Guarantee, Marker, Operation, Terms, Verdict};
+use oncegate_core::marker::{
+    Effect, Finding, Guarantee, Marker, Operation, OperationKind, Terms, Verdict,
+};
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
 use crate::support::{DONE, GRANTED, SECOND, at, claim, complete, operation, terms, verdicts};
@@ -79,12 +81,15 @@ async fn bare_sends_set_nx_and_del() {
         window: 86_400 * SECOND,
         ..terms(Guarantee::Bare)
     };
-    let ask = |request| operation("order-1", request, 5, 1, bare);
+    let on_order = |request| operation("order-1", request, 5, 1, bare);
     let mut monitor = Monitor::of(server.port());
 
-    assert_eq!(verdicts(&store, &[ask(Ask::Claim)]).await, [GRANTED]);
     assert_eq!(
-        verdicts(&store, &[ask(Ask::Claim)]).await,
+        verdicts(&store, &[on_order(OperationKind::Claim)]).await,
+        [GRANTED]
+    );
+    assert_eq!(
+        verdicts(&store, &[on_order(OperationKind::Claim)]).await,
         [Verdict::Duplicate]
     );
     assert_eq!(
@@ -93,24 +98,34 @@ async fn bare_sends_set_nx_and_del() {
     );
 
     assert_eq!(
-        verdicts(&store, &[ask(Ask::Complete), ask(Ask::Renew)]).await,
+        verdicts(
+            &store,
+            &[
+                on_order(OperationKind::Complete),
+                on_order(OperationKind::Renew)
+            ]
+        )
+        .await,
         [DONE, Verdict::Applied]
     );
     assert_eq!(monitor.commands(), Vec::<String>::new());
 
     let failures = [
-        Ask::Clear(Effect::Nothing),
-        Ask::Clear(Effect::Unknown),
-        Ask::Withdraw,
-        Ask::Reject(Effect::Nothing),
-        Ask::Doubt,
-        Ask::Resolve(Finding::Happened),
-        Ask::Forget {
+        OperationKind::Clear(Effect::Nothing),
+        OperationKind::Clear(Effect::Unknown),
+        OperationKind::Withdraw,
+        OperationKind::Reject(Effect::Nothing),
+        OperationKind::Doubt,
+        OperationKind::Resolve(Finding::Happened),
+        OperationKind::Forget {
             seen: Marker::Done(None),
         },
     ];
     for request in failures {
-        assert_eq!(verdicts(&store, &[ask(request)]).await, [Verdict::Applied]);
+        assert_eq!(
+            verdicts(&store, &[on_order(request)]).await,
+            [Verdict::Applied]
+        );
         assert_eq!(
             monitor.commands(),
             [r#""DEL" "processed:order-1""#],
@@ -247,9 +262,9 @@ async fn a_first_attempt_without_effect_is_cleared_by_one_command_where_the_serv
 {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
-    let on = |id, ask, attempt| operation(id, ask, 7, attempt, terms(Guarantee::EffectivelyOnce));
-    let clear = |id, attempt| on(id, Ask::Clear(Effect::Nothing), attempt);
-    let reject = |id, attempt| on(id, Ask::Reject(Effect::Nothing), attempt);
+    let on = |id, kind, attempt| operation(id, kind, 7, attempt, terms(Guarantee::EffectivelyOnce));
+    let clear = |id, attempt| on(id, OperationKind::Clear(Effect::Nothing), attempt);
+    let reject = |id, attempt| on(id, OperationKind::Reject(Effect::Nothing), attempt);
     // Loads the script, and finds out what the server has: at most one command of each kind fails.
     verdicts(&store, &[complete("lost", 7, 1)]).await;
     for id in ["w", "x", "y"] {
@@ -324,7 +339,7 @@ async fn the_script_replaces_commands_that_are_not_permitted() {
                 complete(&ids[0], 7, 1),
                 operation(
                     &ids[1],
-                    Ask::Clear(Effect::Nothing),
+                    OperationKind::Clear(Effect::Nothing),
                     7,
                     1,
                     terms(Guarantee::EffectivelyOnce),

@@ -131,7 +131,7 @@ impl SqliteBrowse {
     /// listing is listed once; one that is added or removed meanwhile may be missing.
     ///
     /// # Errors
-    /// As for [`Sqlite::look`].
+    /// As for [`Sqlite::read_marker`].
     pub async fn next(&mut self) -> Result<Option<Vec<SqliteListed>>, StoreError> {
         let Some(after) = self.after.clone() else {
             return Ok(None);
@@ -157,13 +157,13 @@ impl Sqlite {
     /// nothing.
     ///
     /// # Errors
-    /// As for [`Sqlite::look`].
-    pub async fn look_with_expiry(
+    /// As for [`Sqlite::read_marker`].
+    pub async fn read_marker_with_expiry(
         &self,
         key: &Key,
     ) -> Result<(Marker, Option<Duration>), StoreError> {
         Ok(self
-            .request(|reply| WriterRequest::LookWithExpiry(key.clone(), reply))
+            .request(|reply| WriterRequest::ReadMarkerWithExpiry(key.clone(), reply))
             .await??)
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use oncegate_core::Key;
 use oncegate_core::internal::{MarkerColumns, UnreadableRow};
 use oncegate_core::marker::{
-    Age, Ask, Attempts, Change, Effect, Hold, Marker, Operation, Terms, Verdict, apply,
+    Age, Attempts, Change, Effect, Hold, Marker, Operation, OperationKind, Terms, Verdict, apply,
 };
 use rusqlite::{CachedStatement, Connection, OptionalExtension, Params, Row, params};
 
@@ -160,14 +160,14 @@ impl<'transaction> MarkerTable<'transaction> {
     fn apply_fast_path(&mut self, operation: &Operation) -> rusqlite::Result<Option<Verdict>> {
         let Operation {
             key,
-            ask,
+            kind,
             token,
             attempt,
             terms,
         } = operation;
-        let (expected, age) = match ask {
-            Ask::Claim => (ABSENT.marker, ABSENT.age),
-            Ask::Complete => {
+        let (expected, age) = match kind {
+            OperationKind::Claim => (ABSENT.marker, ABSENT.age),
+            OperationKind::Complete => {
                 let Terms {
                     guarantee,
                     lease,
@@ -189,8 +189,8 @@ impl<'transaction> MarkerTable<'transaction> {
             }
             _ => return Ok(None),
         };
-        match (ask, apply(expected, age, operation)) {
-            (Ask::Claim, (Change::Write(marker, time_to_live), verdict)) => {
+        match (kind, apply(expected, age, operation)) {
+            (OperationKind::Claim, (Change::Write(marker, time_to_live), verdict)) => {
                 let text = key.as_str();
                 let is_at_end = self.recent.is_at_end(text);
                 if self.recent.number(text).is_some()
@@ -235,7 +235,10 @@ impl<'transaction> MarkerTable<'transaction> {
     }
 
     /// Reads the marker of a key.
-    pub(crate) fn look(&mut self, key: &Key) -> rusqlite::Result<Result<Marker, StoreFailure>> {
+    pub(crate) fn read_marker(
+        &mut self,
+        key: &Key,
+    ) -> rusqlite::Result<Result<Marker, StoreFailure>> {
         Ok(self
             .read(key)?
             .map(|found| found.marker)
@@ -375,7 +378,12 @@ mod tests {
         OpenDatabase::open(&config, None).expect("a new database opens")
     }
 
-    fn ask(file: &OpenDatabase, now: ClockReading, ask: Ask, token: u128) -> Verdict {
+    fn apply_one(
+        file: &OpenDatabase,
+        now: ClockReading,
+        kind: OperationKind,
+        token: u128,
+    ) -> Verdict {
         let [lease, window] = [LEASE, WINDOW].map(|it| Duration::from_millis(it.unsigned_abs()));
         let terms = Terms {
             guarantee: Guarantee::EffectivelyOnce,
@@ -386,7 +394,7 @@ mod tests {
         let key = Key::new(&MessageId::new("a").expect("an id"));
         let operation = Operation {
             key,
-            ask,
+            kind,
             token: Token(token),
             attempt: 1,
             terms,
@@ -419,17 +427,17 @@ mod tests {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let file = file(directory.path());
         assert_eq!(
-            ask(&file, at(START), Ask::Claim, 1),
+            apply_one(&file, at(START), OperationKind::Claim, 1),
             Verdict::Granted(Attempts::new(1))
         );
         assert_eq!(
-            ask(&file, at(START + LEASE), Ask::Claim, 2),
+            apply_one(&file, at(START + LEASE), OperationKind::Claim, 2),
             Verdict::Busy {
                 remaining: Duration::ZERO
             }
         );
         assert_eq!(
-            ask(&file, at(START + LEASE + 1), Ask::Claim, 2),
+            apply_one(&file, at(START + LEASE + 1), OperationKind::Claim, 2),
             Verdict::Granted(TAKEN_OVER)
         );
     }
@@ -439,15 +447,15 @@ mod tests {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let file = file(directory.path());
         assert_eq!(
-            ask(&file, at(START), Ask::Complete, 1),
+            apply_one(&file, at(START), OperationKind::Complete, 1),
             Verdict::Done { marker_lost: true }
         );
         assert_eq!(
-            ask(&file, at(START + WINDOW - 1), Ask::Claim, 2),
+            apply_one(&file, at(START + WINDOW - 1), OperationKind::Claim, 2),
             Verdict::Duplicate
         );
         assert_eq!(
-            ask(&file, at(START + WINDOW), Ask::Claim, 2),
+            apply_one(&file, at(START + WINDOW), OperationKind::Claim, 2),
             Verdict::Granted(Attempts::new(1))
         );
     }
@@ -458,23 +466,23 @@ mod tests {
             let directory = tempfile::tempdir().expect("a temporary directory");
             let file = file(directory.path());
             assert_eq!(
-                ask(&file, at(START), Ask::Claim, 1),
+                apply_one(&file, at(START), OperationKind::Claim, 1),
                 Verdict::Granted(Attempts::new(1))
             );
             (file, directory)
         };
         let (file, _directory) = claimed();
         assert_eq!(
-            ask(&file, at(START), Ask::Complete, 2),
+            apply_one(&file, at(START), OperationKind::Complete, 2),
             Verdict::Lost,
             "of another token"
         );
         assert_eq!(
-            ask(&file, at(START), Ask::Complete, 1),
+            apply_one(&file, at(START), OperationKind::Complete, 1),
             Verdict::Done { marker_lost: false }
         );
         assert_eq!(
-            ask(&file, at(START + WINDOW - 1), Ask::Claim, 2),
+            apply_one(&file, at(START + WINDOW - 1), OperationKind::Claim, 2),
             Verdict::Duplicate,
             "the window restarts"
         );
@@ -484,22 +492,22 @@ mod tests {
             .execute("UPDATE merged_markers SET attempt = 2", [])
             .expect("the row is updated");
         assert_eq!(
-            ask(&file, at(START), Ask::Complete, 1),
+            apply_one(&file, at(START), OperationKind::Complete, 1),
             Verdict::Lost,
             "of an earlier attempt"
         );
 
         let (file, _directory) = claimed();
-        ask(&file, at(START), Ask::Doubt, 1);
+        apply_one(&file, at(START), OperationKind::Doubt, 1);
         assert_eq!(
-            ask(&file, at(START), Ask::Complete, 2),
+            apply_one(&file, at(START), OperationKind::Complete, 2),
             Verdict::Done { marker_lost: false },
             "any token can resolve a doubt"
         );
 
         let (file, _directory) = claimed();
         assert_eq!(
-            ask(&file, at(START + WINDOW), Ask::Complete, 1),
+            apply_one(&file, at(START + WINDOW), OperationKind::Complete, 1),
             Verdict::Done { marker_lost: true },
             "after its window"
         );
@@ -509,7 +517,7 @@ mod tests {
     fn a_jump_forward_expires_no_lease_and_no_marker() {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let file = file(directory.path());
-        ask(&file, at(START), Ask::Claim, 1);
+        apply_one(&file, at(START), OperationKind::Claim, 1);
         let jumped = |later: i64| {
             let expired_until = START + later;
             ClockReading {
@@ -520,21 +528,21 @@ mod tests {
             }
         };
         assert_eq!(
-            ask(&file, jumped(LEASE), Ask::Claim, 2),
+            apply_one(&file, jumped(LEASE), OperationKind::Claim, 2),
             Verdict::Busy {
                 remaining: Duration::ZERO
             }
         );
         assert_eq!(
-            ask(&file, jumped(LEASE + 1), Ask::Claim, 2),
+            apply_one(&file, jumped(LEASE + 1), OperationKind::Claim, 2),
             Verdict::Granted(TAKEN_OVER)
         );
 
         let directory = tempfile::tempdir().expect("a temporary directory");
         let file = self::file(directory.path());
-        ask(&file, at(START), Ask::Complete, 1);
+        apply_one(&file, at(START), OperationKind::Complete, 1);
         assert_eq!(
-            ask(&file, jumped(WINDOW - 1), Ask::Claim, 2),
+            apply_one(&file, jumped(WINDOW - 1), OperationKind::Claim, 2),
             Verdict::Duplicate
         );
     }
@@ -543,16 +551,16 @@ mod tests {
     fn after_a_jump_back_the_age_is_unknown_and_then_restarts() {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let file = file(directory.path());
-        ask(&file, at(START + HOUR), Ask::Claim, 1);
+        apply_one(&file, at(START + HOUR), OperationKind::Claim, 1);
         let lease = Duration::from_millis(LEASE.unsigned_abs());
         assert_eq!(
-            ask(&file, at(START), Ask::Claim, 2),
+            apply_one(&file, at(START), OperationKind::Claim, 2),
             Verdict::Busy { remaining: lease }
         );
         // The claim is not busy for an hour and a lease, although its write is an hour in the
         // future.
         assert_eq!(
-            ask(&file, at(START + LEASE + 1), Ask::Claim, 2),
+            apply_one(&file, at(START + LEASE + 1), OperationKind::Claim, 2),
             Verdict::Granted(TAKEN_OVER)
         );
     }

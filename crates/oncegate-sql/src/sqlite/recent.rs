@@ -313,7 +313,9 @@ mod tests {
     use std::path::Path;
     use std::time::Duration;
 
-    use oncegate_core::marker::{self, Age, Ask, Attempts, Change, Effect, Guarantee, Marker};
+    use oncegate_core::marker::{
+        self, Age, Attempts, Change, Effect, Guarantee, Marker, OperationKind,
+    };
     use oncegate_core::marker::{Operation, Terms, Token, Verdict};
     use oncegate_core::{Key, MessageId};
     use rusqlite::Connection;
@@ -348,13 +350,13 @@ mod tests {
         let id = format!("id-{:02}", below(seed, KEYS));
         Operation {
             key: Key::new(&MessageId::new(id).expect("an id")),
-            ask: [
-                Ask::Claim,
-                Ask::Claim,
-                Ask::Complete,
-                Ask::Clear(Effect::Nothing),
-                Ask::Doubt,
-                Ask::Forget {
+            kind: [
+                OperationKind::Claim,
+                OperationKind::Claim,
+                OperationKind::Complete,
+                OperationKind::Clear(Effect::Nothing),
+                OperationKind::Doubt,
+                OperationKind::Forget {
                     seen: Marker::Done(None),
                 },
             ][below(seed, 6) as usize],
@@ -405,7 +407,7 @@ mod tests {
                 let reader = &mut writers[below(&mut seed, 3) as usize];
                 for (key, marker) in &model {
                     assert_eq!(
-                        reader.look(key).expect("a marker"),
+                        reader.read_marker(key).expect("a marker"),
                         *marker,
                         "seed {first}, step {step}: {key:?}"
                     );
@@ -444,7 +446,7 @@ mod tests {
         let claim = |writer: &mut WriterThread, id: &str, token| {
             let claim = Operation {
                 key: Key::new(&MessageId::new(id).expect("an id")),
-                ask: Ask::Claim,
+                kind: OperationKind::Claim,
                 token: Token(token),
                 attempt: 0,
                 terms: Terms {

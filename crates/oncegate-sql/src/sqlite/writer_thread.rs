@@ -39,9 +39,9 @@ pub(crate) enum WriterRequest {
     /// Applies operations.
     Apply(Vec<Operation>, oneshot::Sender<ApplyAnswers>),
     /// Reads the marker of a key.
-    Look(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
+    ReadMarker(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
     /// Reads the marker of a key and its expiry.
-    LookWithExpiry(
+    ReadMarkerWithExpiry(
         Key,
         oneshot::Sender<Result<MarkerAndTimeLeft, StoreFailure>>,
     ),
@@ -61,8 +61,8 @@ impl WriterRequest {
     fn is_abandoned(&self) -> bool {
         match self {
             Self::Apply(_, reply) => reply.is_closed(),
-            Self::Look(_, reply) => reply.is_closed(),
-            Self::LookWithExpiry(_, reply) => reply.is_closed(),
+            Self::ReadMarker(_, reply) => reply.is_closed(),
+            Self::ReadMarkerWithExpiry(_, reply) => reply.is_closed(),
             Self::ReadPage(.., reply) => reply.is_closed(),
             Self::Persistence(reply) => reply.is_closed(),
         }
@@ -139,8 +139,8 @@ impl WriterThread {
                     batch.push((operations, reply));
                 }
                 // Sending fails if the caller has stopped waiting, here and below.
-                WriterRequest::Look(key, reply) => drop(reply.send(self.look(&key))),
-                WriterRequest::LookWithExpiry(key, reply) => drop(
+                WriterRequest::ReadMarker(key, reply) => drop(reply.send(self.read_marker(&key))),
+                WriterRequest::ReadMarkerWithExpiry(key, reply) => drop(
                     reply.send(
                         self.read(|file, recent, now| {
                             browse::marker_with_expiry(file, recent, now, &key)
@@ -248,8 +248,8 @@ impl WriterThread {
         Ok(answers)
     }
 
-    pub(crate) fn look(&mut self, key: &Key) -> Result<Marker, StoreFailure> {
-        self.read(|file, recent, now| MarkerTable::new(file, recent, now)?.look(key))?
+    pub(crate) fn read_marker(&mut self, key: &Key) -> Result<Marker, StoreFailure> {
+        self.read(|file, recent, now| MarkerTable::new(file, recent, now)?.read_marker(key))?
     }
 
     /// At most `limit` rows after a key.
@@ -375,7 +375,7 @@ struct OpenWriter<'writer> {
 #[cfg(test)]
 mod tests {
     use oncegate_core::MessageId;
-    use oncegate_core::marker::{Ask, Attempts, Guarantee, Terms, Token};
+    use oncegate_core::marker::{Attempts, Guarantee, OperationKind, Terms, Token};
 
     use super::super::recent::MergeLimits;
     use super::*;
@@ -401,7 +401,7 @@ mod tests {
             let (reply, answer) = oneshot::channel();
             let claim = Operation {
                 key: key(id),
-                ask: Ask::Claim,
+                kind: OperationKind::Claim,
                 token: Token(1),
                 attempt: 0,
                 terms,
@@ -413,9 +413,9 @@ mod tests {
         };
         let answers = [submit("a"), submit("b")];
         drop(submit("dropped"));
-        let (reply, looked) = oneshot::channel();
+        let (reply, answer) = oneshot::channel();
         sender
-            .send(WriterRequest::Look(key("dropped"), reply))
+            .send(WriterRequest::ReadMarker(key("dropped"), reply))
             .expect("the receiver exists");
         drop(sender);
 
@@ -427,7 +427,7 @@ mod tests {
             ));
         }
         assert_eq!(
-            looked
+            answer
                 .blocking_recv()
                 .expect("the thread answers")
                 .expect("a marker"),
@@ -485,7 +485,7 @@ mod tests {
             merge: MergeLimits::default(),
         };
         let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
-        let operation_on = |id: &str, ask, token, window| {
+        let operation_on = |id: &str, kind, token, window| {
             let terms = Terms {
                 guarantee: Guarantee::AtMostOnce,
                 lease: IDLE_INTERVAL,
@@ -494,7 +494,7 @@ mod tests {
             };
             Operation {
                 key: key(id),
-                ask,
+                kind,
                 token: Token(token),
                 attempt: 1,
                 terms,
@@ -518,9 +518,14 @@ mod tests {
             let done = ["a", "b", "c"].map(|it| format!("{id}-{it}"));
             let mut operations: Vec<Operation> = done
                 .iter()
-                .map(|id| operation_on(id, Ask::Complete, 1, window))
+                .map(|id| operation_on(id, OperationKind::Complete, 1, window))
                 .collect();
-            operations.push(operation_on(&unresolved(id), Ask::Claim, 1, window));
+            operations.push(operation_on(
+                &unresolved(id),
+                OperationKind::Claim,
+                1,
+                window,
+            ));
             apply(&mut writer, &operations);
             drop(writer);
             // After a jump of an hour all of its rows appear expired.
@@ -547,7 +552,7 @@ mod tests {
             idle.open().expect("the file exists");
             idle.idle();
             assert_eq!(
-                (idle.look(&key(&done[0])).expect("a marker"), left()),
+                (idle.read_marker(&key(&done[0])).expect("a marker"), left()),
                 (Marker::Done(None), 4),
                 "{id}: a reader"
             );
@@ -555,13 +560,20 @@ mod tests {
             // More operations than rows, so that all rows are scanned.
             let mut brief = jumped();
             let others: Vec<Operation> = (0..20)
-                .map(|it| operation_on(&format!("{id}{it}"), Ask::Claim, 2, IDLE_INTERVAL))
+                .map(|it| {
+                    operation_on(&format!("{id}{it}"), OperationKind::Claim, 2, IDLE_INTERVAL)
+                })
                 .collect();
             apply(&mut brief, &others);
             assert_eq!(left(), kept_rows, "{id}");
             let second_claim = apply(
                 &mut brief,
-                &[operation_on(&done[0], Ask::Claim, 2, IDLE_INTERVAL)],
+                &[operation_on(
+                    &done[0],
+                    OperationKind::Claim,
+                    2,
+                    IDLE_INTERVAL,
+                )],
             );
             assert_eq!(
                 second_claim,
@@ -572,10 +584,10 @@ mod tests {
                 }],
                 "{id}"
             );
-            let looked = brief.look(&key(&unresolved(id))).expect("a marker");
+            let marker = brief.read_marker(&key(&unresolved(id))).expect("a marker");
             assert!(
-                matches!(looked, Marker::InProgress(hold) if hold.token == Token(1)),
-                "{id}: {looked:?}"
+                matches!(marker, Marker::InProgress(hold) if hold.token == Token(1)),
+                "{id}: {marker:?}"
             );
         }
     }

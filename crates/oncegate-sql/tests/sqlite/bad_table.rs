@@ -6,7 +6,7 @@ use oncegate_core::{MessageId, Scope, StoreError};
 use oncegate_testkit::bad_input::ObservedOutcome;
 use rusqlite::Connection;
 
-use crate::support::{Directory, ask, at, claim};
+use crate::support::{Directory, apply_one, at, claim};
 
 const FOREIGN: &str = "unreadable: holds no marker that this release can read";
 const DELETE: &str = "in doubt: delete the row, or upgrade oncegate here";
@@ -144,7 +144,7 @@ fn the_book_has_the_table() {
 
 /// The answer to a claim with another token and handle.
 async fn claim_answer(directory: &Directory) -> String {
-    match ask(&at(directory.file()), claim("a", 7)).await {
+    match apply_one(&at(directory.file()), claim("a", 7)).await {
         Ok(Verdict::Granted { .. }) => "granted".to_owned(),
         Err(StoreError::Misconfigured(why)) => format!("refused: {why}"),
         Err(StoreError::UnreadableMarker(why)) => format!("unreadable: {why}"),
@@ -164,7 +164,9 @@ fn matches_answer(seen: &str, expected: &str) -> bool {
 /// A file with a claim of `a` that was then changed by this SQL.
 async fn a_marker(made: &str, claimed: Operation) -> Directory {
     let directory = Directory::new();
-    ask(&directory.store(), claimed).await.expect("granted");
+    apply_one(&directory.store(), claimed)
+        .await
+        .expect("granted");
     directory.raw().execute_batch(made).expect("written");
     directory
 }

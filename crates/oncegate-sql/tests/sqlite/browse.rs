@@ -2,21 +2,27 @@
 
 use oncegate_core::marker::Marker;
 
-use crate::support::{Directory, GRANTED, SECOND, ask, claim, complete, key};
+use crate::support::{Directory, GRANTED, SECOND, apply_one, claim, complete, key};
 
 #[tokio::test]
 async fn a_marker_is_read_with_its_expiry() {
     let directory = Directory::new();
     let store = directory.store();
     assert_eq!(
-        store.look_with_expiry(&key("a")).await.expect("a marker"),
+        store
+            .read_marker_with_expiry(&key("a"))
+            .await
+            .expect("a marker"),
         (Marker::Absent, None)
     );
     assert_eq!(
-        ask(&store, claim("a", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("a", 1)).await.expect("a verdict"),
         GRANTED
     );
-    let (marker, left) = store.look_with_expiry(&key("a")).await.expect("a marker");
+    let (marker, left) = store
+        .read_marker_with_expiry(&key("a"))
+        .await
+        .expect("a marker");
     let Marker::InProgress(hold) = marker else {
         panic!("{marker:?}")
     };
@@ -25,8 +31,13 @@ async fn a_marker_is_read_with_its_expiry() {
         .checked_sub(left.expect("it expires"))
         .expect("it was written before now");
     assert!(age < 60 * SECOND, "written {age:?} ago");
-    ask(&store, complete("a", 1)).await.expect("a verdict");
-    let (marker, left) = store.look_with_expiry(&key("a")).await.expect("a marker");
+    apply_one(&store, complete("a", 1))
+        .await
+        .expect("a verdict");
+    let (marker, left) = store
+        .read_marker_with_expiry(&key("a"))
+        .await
+        .expect("a marker");
     assert!(
         marker == Marker::Done(None) && left.is_some_and(|left| !left.is_zero()),
         "{marker:?} {left:?}"
@@ -39,7 +50,7 @@ async fn all_markers_except_expired_ones_are_listed_by_pages() {
     let store = directory.store();
     let ids: Vec<String> = (0..7).map(|n| format!("id-{n}")).collect();
     for id in &ids {
-        ask(&store, claim(id, 1)).await.expect("a verdict");
+        apply_one(&store, claim(id, 1)).await.expect("a verdict");
     }
     // Expired, whether the sweep has deleted it or not.
     directory

@@ -94,7 +94,7 @@ async fn answered_operations_survive_kill_9() {
             };
             for n in 0..BATCH {
                 let marker = store
-                    .look(&key(&format!("{process}-{round}-{n}")))
+                    .read_marker(&key(&format!("{process}-{round}-{n}")))
                     .await
                     .expect("a marker");
                 let is_known = matches!(marker, Marker::Done(_))

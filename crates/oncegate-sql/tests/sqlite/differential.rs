@@ -25,8 +25,8 @@ impl AgingStore for File {
         self.handles.each_ref().map(|handle| handle as &dyn Store)
     }
 
-    async fn look(&self, key: &Key) -> Marker {
-        self.handles[0].look(key).await.expect("a marker")
+    async fn read_marker(&self, key: &Key) -> Marker {
+        self.handles[0].read_marker(key).await.expect("a marker")
     }
 
     async fn set_time_left(&self, key: &Key, left: Duration) {
@@ -52,7 +52,10 @@ async fn sqlite_agrees_with_marker_apply() {
     agrees_with_marker_apply(async || {
         let directory = Directory::new();
         let handles = [directory.store(), directory.store()];
-        handles[0].look(&key("a")).await.expect("nothing yet");
+        handles[0]
+            .read_marker(&key("a"))
+            .await
+            .expect("nothing yet");
         File {
             handles,
             raw: Mutex::new(directory.raw()),

@@ -6,7 +6,7 @@ use oncegate_core::Store;
 use oncegate_core::marker::{Marker, Operation, Terms};
 use rusqlite::Connection;
 
-use crate::support::{Directory, GRANTED, SECOND, ask, claim, complete, key, verdicts};
+use crate::support::{Directory, GRANTED, SECOND, apply_one, claim, complete, key, verdicts};
 
 /// More rows than an idle thread scans in a second.
 const MANY: usize = 1300;
@@ -99,11 +99,14 @@ async fn an_expired_row_is_absent_before_it_is_deleted() {
     let store = directory.store();
     expired(&directory, &store).await;
     assert_eq!(
-        store.look(&key("old-001299")).await.expect("a marker"),
+        store
+            .read_marker(&key("old-001299"))
+            .await
+            .expect("a marker"),
         Marker::Absent
     );
     assert_eq!(
-        ask(&store, claim("old-001299", 2))
+        apply_one(&store, claim("old-001299", 2))
             .await
             .expect("a verdict"),
         GRANTED
@@ -124,7 +127,7 @@ async fn the_longest_window_is_accepted() {
     }
     verdicts(&store, &[claimed, completed]).await;
     assert_eq!(
-        store.look(&key("a")).await.expect("a marker"),
+        store.read_marker(&key("a")).await.expect("a marker"),
         Marker::Done(None)
     );
 }

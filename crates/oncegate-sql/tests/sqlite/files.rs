@@ -10,7 +10,7 @@ use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_sql::{Sqlite, Synchronous};
 use rusqlite::Connection;
 
-use crate::support::{Directory, GRANTED, SECOND, ask, at, claim, line, verdicts};
+use crate::support::{Directory, GRANTED, SECOND, apply_one, at, claim, line, verdicts};
 
 /// The message at the first use of this file; a claim fails with the same one.
 async fn refused(path: impl AsRef<Path>) -> String {
@@ -20,7 +20,9 @@ async fn refused(path: impl AsRef<Path>) -> String {
         matches!(at_start, StoreError::Misconfigured(_)),
         "{at_start:?}"
     );
-    let claimed = ask(&store, claim("a", 1)).await.expect_err("it is refused");
+    let claimed = apply_one(&store, claim("a", 1))
+        .await
+        .expect_err("it is refused");
     assert_eq!(line(&at_start), line(&claimed));
     line(&at_start)
 }
@@ -63,18 +65,20 @@ async fn a_timeout_of_zero_is_rejected() {
     let directory = Directory::new();
     let store = directory.store().timeout(std::time::Duration::ZERO);
     let at_start = store.persistence().await.expect_err("it is refused");
-    let claimed = ask(&store, claim("a", 1)).await.expect_err("it is refused");
-    let looked = store
-        .look(&crate::support::key("a"))
+    let claimed = apply_one(&store, claim("a", 1))
         .await
         .expect_err("it is refused");
-    for error in [&at_start, &claimed, &looked] {
+    let read = store
+        .read_marker(&crate::support::key("a"))
+        .await
+        .expect_err("it is refused");
+    for error in [&at_start, &claimed, &read] {
         assert!(matches!(error, StoreError::Misconfigured(_)), "{error:?}");
         says(&line(error), &["Sqlite::timeout", "the timeout is 0", "2s"]);
     }
     assert!(!directory.file().exists());
     assert_eq!(
-        ask(&store.timeout(30 * SECOND), claim("a", 1))
+        apply_one(&store.timeout(30 * SECOND), claim("a", 1))
             .await
             .expect("a verdict"),
         GRANTED
@@ -133,14 +137,14 @@ async fn a_file_of_another_program_is_not_changed() {
 #[tokio::test]
 async fn a_file_without_the_windows_table_is_accepted() {
     let directory = Directory::new();
-    ask(&directory.store(), claim("a", 1))
+    apply_one(&directory.store(), claim("a", 1))
         .await
         .expect("granted");
     directory
         .raw()
         .execute_batch("DROP TABLE windows")
         .expect("written");
-    let verdict = ask(&directory.store(), claim("a", 2))
+    let verdict = apply_one(&directory.store(), claim("a", 2))
         .await
         .expect("a verdict");
     assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
@@ -155,12 +159,12 @@ async fn a_file_without_the_windows_table_is_accepted() {
 async fn a_newer_schema_stops_an_older_release() {
     let directory = Directory::new();
     let store = directory.store();
-    ask(&store, claim("a", 1)).await.expect("granted");
+    apply_one(&store, claim("a", 1)).await.expect("granted");
     directory
         .raw()
         .pragma_update(None, "user_version", 3)
         .expect("written");
-    let stopped = ask(&store, claim("b", 1))
+    let stopped = apply_one(&store, claim("b", 1))
         .await
         .expect_err("it is not ours any more");
     assert!(
@@ -175,13 +179,13 @@ async fn a_removed_or_replaced_file_stops_its_users() {
     for replace in [false, true] {
         let directory = Directory::new();
         let store = directory.store();
-        ask(&store, claim("a", 1)).await.expect("granted");
+        apply_one(&store, claim("a", 1)).await.expect("granted");
         std::fs::rename(directory.file(), directory.path().join("away.db")).expect("moved");
         if replace {
             std::fs::write(directory.file(), "").expect("written");
         }
         for id in ["b", "c"] {
-            let stopped = ask(&store, claim(id, 1))
+            let stopped = apply_one(&store, claim(id, 1))
                 .await
                 .expect_err("its write would be lost");
             assert!(
@@ -196,7 +200,7 @@ async fn a_removed_or_replaced_file_stops_its_users() {
         assert_eq!(directory.file().exists(), replace, "a new file was made");
         std::fs::rename(directory.path().join("away.db"), directory.file()).expect("moved back");
         assert_eq!(
-            ask(&store, claim("b", 1)).await.expect("a verdict"),
+            apply_one(&store, claim("b", 1)).await.expect("a verdict"),
             GRANTED
         );
     }
@@ -232,10 +236,10 @@ fn close(directory: &Directory, store: Sqlite) {
 async fn a_removed_log_stops_its_users_and_is_checkpointed_on_close() {
     let directory = Directory::new();
     let store = directory.store();
-    ask(&store, claim("a", 1)).await.expect("granted");
+    apply_one(&store, claim("a", 1)).await.expect("granted");
     remove_log(&directory);
     for id in ["b", "c"] {
-        let stopped = ask(&store, claim(id, 1))
+        let stopped = apply_one(&store, claim(id, 1))
             .await
             .expect_err("its write would be lost");
         assert!(
@@ -248,7 +252,7 @@ async fn a_removed_log_stops_its_users_and_is_checkpointed_on_close() {
         );
     }
     close(&directory, store);
-    let verdict = ask(&directory.store(), claim("a", 2))
+    let verdict = apply_one(&directory.store(), claim("a", 2))
         .await
         .expect("a verdict");
     assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
@@ -259,7 +263,9 @@ async fn a_removed_log_stops_its_users_and_is_checkpointed_on_close() {
 async fn is_granted_b() {
     let file = std::env::var_os(FILE).expect("a file");
     assert_eq!(
-        ask(&at(file), claim("b", 2)).await.expect("a verdict"),
+        apply_one(&at(file), claim("b", 2))
+            .await
+            .expect("a verdict"),
         GRANTED
     );
 }
@@ -269,7 +275,7 @@ async fn is_granted_b() {
 async fn a_process_whose_log_was_replaced_stops_and_changes_nothing() {
     let directory = Directory::new();
     let store = directory.store();
-    ask(&store, claim("a", 1)).await.expect("granted");
+    apply_one(&store, claim("a", 1)).await.expect("granted");
     remove_log(&directory);
     let program = std::env::current_exe().expect("this test");
     // In another process: in this one SQLite would reuse the removed WAL.
@@ -282,7 +288,7 @@ async fn a_process_whose_log_was_replaced_stops_and_changes_nothing() {
         String::from_utf8_lossy(&other.stderr)
     );
     for _ in 0..2 {
-        let stopped = ask(&store, claim("b", 1))
+        let stopped = apply_one(&store, claim("b", 1))
             .await
             .expect_err("another was granted it");
         assert!(
@@ -291,7 +297,7 @@ async fn a_process_whose_log_was_replaced_stops_and_changes_nothing() {
         );
     }
     close(&directory, store);
-    let verdict = ask(&directory.store(), claim("b", 3))
+    let verdict = apply_one(&directory.store(), claim("b", 3))
         .await
         .expect("a verdict");
     assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
@@ -440,7 +446,7 @@ fn a_file_that_is_not_writable_is_rejected() {
         .build()
         .expect("a runtime");
     runtime
-        .block_on(async { ask(&directory.store(), claim("a", 1)).await })
+        .block_on(async { apply_one(&directory.store(), claim("a", 1)).await })
         .expect("granted");
     let raw = directory.raw();
     raw.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))
@@ -512,7 +518,7 @@ async fn reports_that_the_disk_is_full() {
     // Earlier grants are kept.
     for round in 0..granted {
         let marker = store
-            .look(&crate::support::key(&format!("{round}-0")))
+            .read_marker(&crate::support::key(&format!("{round}-0")))
             .await
             .expect("a marker");
         assert!(
@@ -525,7 +531,7 @@ async fn reports_that_the_disk_is_full() {
 #[tokio::test]
 async fn a_full_disk_grants_nothing_and_loses_nothing() {
     let directory = Directory::new();
-    ask(&directory.store(), claim("first", 1))
+    apply_one(&directory.store(), claim("first", 1))
         .await
         .expect("granted");
     let mut found = Command::new("sh");
@@ -550,11 +556,13 @@ async fn a_full_disk_grants_nothing_and_loses_nothing() {
     // The disk has space again.
     let store = directory.store();
     assert_eq!(
-        ask(&store, claim("0-0", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("0-0", 1)).await.expect("a verdict"),
         Verdict::Granted(Attempts::new(1))
     );
     assert_eq!(
-        ask(&store, claim("next", 1)).await.expect("a verdict"),
+        apply_one(&store, claim("next", 1))
+            .await
+            .expect("a verdict"),
         Verdict::Granted(Attempts::new(1))
     );
 }

@@ -7,7 +7,7 @@ use oncegate_sql::Synchronous;
 use rusqlite::TransactionBehavior;
 
 use crate::support::{
-    DONE, Directory, GRANTED, SECOND, ask, at, claim, complete, key, line, verdicts,
+    DONE, Directory, GRANTED, SECOND, apply_one, at, claim, complete, key, line, verdicts,
 };
 
 #[tokio::test(flavor = "multi_thread")]
@@ -19,7 +19,7 @@ async fn of_a_hundred_claims_over_five_handles_one_is_granted() {
         let id = format!("pay-{round}");
         let claims = (0..100_u128).map(|n| {
             let (store, claim) = (stores[n as usize % stores.len()].clone(), claim(&id, n));
-            tokio::spawn(async move { ask(&store, claim).await.expect("a verdict") })
+            tokio::spawn(async move { apply_one(&store, claim).await.expect("a verdict") })
         });
         let verdicts: Vec<_> = join_all(claims)
             .await
@@ -100,24 +100,26 @@ async fn concurrent_writers_lose_nothing() {
 async fn a_locked_file_is_not_applied_after_the_timeout() {
     let directory = Directory::new();
     let store = at(directory.file()).timeout(SECOND);
-    ask(&store, claim("a", 1)).await.expect("granted");
+    apply_one(&store, claim("a", 1)).await.expect("granted");
     let mut raw = directory.raw();
 
     let locked = raw
         .transaction_with_behavior(TransactionBehavior::Immediate)
         .expect("the lock");
-    let refused = ask(&store, claim("b", 1)).await.expect_err("it is locked");
+    let refused = apply_one(&store, claim("b", 1))
+        .await
+        .expect_err("it is locked");
     assert!(
         matches!(refused, StoreError::NotApplied(_)) && line(&refused).contains("kept"),
         "{refused}"
     );
     locked.rollback().expect("let go");
     assert_eq!(
-        store.look(&key("b")).await.expect("a marker"),
+        store.read_marker(&key("b")).await.expect("a marker"),
         oncegate_core::marker::Marker::Absent
     );
     assert_eq!(
-        ask(&store, claim("b", 1)).await.expect("it is free"),
+        apply_one(&store, claim("b", 1)).await.expect("it is free"),
         GRANTED
     );
 }
@@ -134,7 +136,7 @@ fn a_store_outlives_the_runtime_that_first_used_it() {
         let token = Token::random().0;
         assert_eq!(
             runtime
-                .block_on(ask(&store, claim(&format!("{round}"), token)))
+                .block_on(apply_one(&store, claim(&format!("{round}"), token)))
                 .expect("a verdict"),
             GRANTED
         );

@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use oncegate_core::StoreError;
-use oncegate_core::marker::{Ask, Guarantee, Operation, Token};
+use oncegate_core::marker::{Guarantee, Operation, OperationKind, Token};
 use oncegate_sql::Sqlite;
 pub(crate) use oncegate_testkit::operations::{
-    DONE, GRANTED, SECOND, ask, key, operation, terms, verdicts,
+    DONE, GRANTED, SECOND, apply_one, key, operation, terms, verdicts,
 };
 use rusqlite::Connection;
 use tempfile::TempDir;
@@ -51,11 +51,23 @@ pub(crate) fn at(path: impl AsRef<Path>) -> Sqlite {
 }
 
 pub(crate) fn claim(id: &str, token: u128) -> Operation {
-    operation(id, Ask::Claim, token, 0, terms(Guarantee::AtMostOnce))
+    operation(
+        id,
+        OperationKind::Claim,
+        token,
+        0,
+        terms(Guarantee::AtMostOnce),
+    )
 }
 
 pub(crate) fn complete(id: &str, token: u128) -> Operation {
-    operation(id, Ask::Complete, token, 1, terms(Guarantee::AtMostOnce))
+    operation(
+        id,
+        OperationKind::Complete,
+        token,
+        1,
+        terms(Guarantee::AtMostOnce),
+    )
 }
 
 /// The message, which must be one line.

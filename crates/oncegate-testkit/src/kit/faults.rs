@@ -3,7 +3,7 @@
 use std::sync::MutexGuard;
 
 use oncegate_core::internal::Lock;
-use oncegate_core::marker::{Ask, Operation};
+use oncegate_core::marker::{Operation, OperationKind};
 use oncegate_core::{Failure, Reconciled};
 use tokio::sync::Notify;
 
@@ -69,9 +69,11 @@ impl Faults {
     /// Whether the reply to a request with these operations is lost. Uses up a planned fault if so.
     pub(super) fn reply_fault(&self, operations: &[Operation]) -> ReplyFault {
         let mut state = self.lock();
-        let contains = |ask: Ask| operations.iter().any(|operation| operation.ask == ask);
-        let loses_claim = contains(Ask::Claim) && state.use_up(Fault::ReplyToClaim);
-        let loses_completion = contains(Ask::Complete) && state.use_up(Fault::ReplyToCompletion);
+        let contains =
+            |kind: OperationKind| operations.iter().any(|operation| operation.kind == kind);
+        let loses_claim = contains(OperationKind::Claim) && state.use_up(Fault::ReplyToClaim);
+        let loses_completion =
+            contains(OperationKind::Complete) && state.use_up(Fault::ReplyToCompletion);
         if loses_claim || loses_completion {
             ReplyFault::Lost {
                 applied: operations.len(),

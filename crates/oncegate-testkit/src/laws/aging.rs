@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncegate_core::marker::{
-    self, Age, Ask, Change, Effect, Finding, Fingerprint, Guarantee, Marker, Operation, Terms,
-    Verdict,
+    self, Age, Change, Effect, Finding, Fingerprint, Guarantee, Marker, Operation, OperationKind,
+    Terms, Verdict,
 };
 use oncegate_core::{Key, Store};
 
@@ -30,7 +30,7 @@ pub trait AgingStore: Sync {
     fn handles(&self) -> [&dyn Store; 2];
 
     /// The marker of a key.
-    async fn look(&self, key: &Key) -> Marker;
+    async fn read_marker(&self, key: &Key) -> Marker;
 
     /// Sets the time until the marker of a key expires. With zero it has expired.
     async fn set_time_left(&self, key: &Key, left: Duration);
@@ -110,7 +110,7 @@ async fn check_history(store: &dyn AgingStore, seed: u64, seen: &mut HashMap<Str
         }
         for (key, entry) in &model {
             let context = format!("{} step {step} after {batch:?}", repeat_hint(seed));
-            assert_eq!(store.look(key).await, entry.marker, "{context}");
+            assert_eq!(store.read_marker(key).await, entry.marker, "{context}");
             let left = store.time_left(key).await;
             assert!(
                 is_nearly_equal(left, entry.left()),
@@ -228,28 +228,28 @@ fn random_operation(random: &mut Random, model: &HashMap<Key, AgedMarker>) -> Op
     } else {
         terms
     };
-    let ask = match random.below(17) {
-        0..=4 => Ask::Claim,
-        5 => Ask::Renew,
-        6 => Ask::Complete,
-        7 => Ask::Clear(random.pick(&[Effect::Nothing, Effect::Unknown])),
-        8 => Ask::Reject(Effect::Nothing),
-        9 => Ask::Reject(Effect::Unknown),
-        10 | 11 => Ask::Doubt,
-        12 => Ask::Resolve(random.pick(&[Finding::Happened, Finding::DidNotHappen])),
+    let kind = match random.below(17) {
+        0..=4 => OperationKind::Claim,
+        5 => OperationKind::Renew,
+        6 => OperationKind::Complete,
+        7 => OperationKind::Clear(random.pick(&[Effect::Nothing, Effect::Unknown])),
+        8 => OperationKind::Reject(Effect::Nothing),
+        9 => OperationKind::Reject(Effect::Unknown),
+        10 | 11 => OperationKind::Doubt,
+        12 => OperationKind::Resolve(random.pick(&[Finding::Happened, Finding::DidNotHappen])),
         13 | 14 => {
             let seen = if random.below(4) == 0 {
                 Marker::Absent
             } else {
                 marker
             };
-            Ask::Redrive {
+            OperationKind::Redrive {
                 seen,
                 effect: random.pick(&[Effect::Nothing, Effect::Unknown]),
             }
         }
-        15 => Ask::Withdraw,
-        _ => Ask::Forget {
+        15 => OperationKind::Withdraw,
+        _ => OperationKind::Forget {
             seen: if random.below(3) == 0 {
                 Marker::Done(None)
             } else {
@@ -272,7 +272,7 @@ fn random_operation(random: &mut Random, model: &HashMap<Key, AgedMarker>) -> Op
         1 | 2 => holder_attempt.saturating_add(1),
         _ => holder_attempt,
     };
-    operation(id, ask, token, attempt, terms)
+    operation(id, kind, token, attempt, terms)
 }
 
 /// Random choices of one history.

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use oncegate_core::marker::{
-    Ask, Attempts, Doubt, Effect, Finding, Fingerprint, Guarantee, Hold, Marker, Operation, Terms,
-    Token, UNRESOLVED_AT_MOST_ONCE, Verdict,
+    Attempts, Doubt, Effect, Finding, Fingerprint, Guarantee, Hold, Marker, Operation,
+    OperationKind, Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict,
 };
 use oncegate_core::{Key, MessageId, Store, StoreError};
 
@@ -104,11 +104,15 @@ impl Claimant {
         self
     }
 
-    pub(crate) fn operation(&self, ask: Ask, key: &Key) -> Operation {
-        let attempt = if ask == Ask::Claim { 0 } else { self.attempt };
+    pub(crate) fn operation(&self, kind: OperationKind, key: &Key) -> Operation {
+        let attempt = if kind == OperationKind::Claim {
+            0
+        } else {
+            self.attempt
+        };
         Operation {
             key: key.clone(),
-            ask,
+            kind,
             token: self.token,
             attempt,
             terms: self.terms,
@@ -116,7 +120,7 @@ impl Claimant {
     }
 
     pub(crate) fn claim(&self, key: &Key) -> Operation {
-        self.operation(Ask::Claim, key)
+        self.operation(OperationKind::Claim, key)
     }
 }
 
@@ -217,17 +221,17 @@ pub(crate) fn with_fingerprint(mut marker: Marker, fingerprint: Option<Fingerpri
 }
 
 /// Every operation except the claim and the operations of an operator.
-pub(crate) const HOLDER_OPERATIONS: [Ask; 10] = [
-    Ask::Renew,
-    Ask::Complete,
-    Ask::Clear(Effect::Nothing),
-    Ask::Clear(Effect::Unknown),
-    Ask::Withdraw,
-    Ask::Reject(Effect::Nothing),
-    Ask::Reject(Effect::Unknown),
-    Ask::Doubt,
-    Ask::Resolve(Finding::Happened),
-    Ask::Resolve(Finding::DidNotHappen),
+pub(crate) const HOLDER_OPERATIONS: [OperationKind; 10] = [
+    OperationKind::Renew,
+    OperationKind::Complete,
+    OperationKind::Clear(Effect::Nothing),
+    OperationKind::Clear(Effect::Unknown),
+    OperationKind::Withdraw,
+    OperationKind::Reject(Effect::Nothing),
+    OperationKind::Reject(Effect::Unknown),
+    OperationKind::Doubt,
+    OperationKind::Resolve(Finding::Happened),
+    OperationKind::Resolve(Finding::DidNotHappen),
 ];
 
 /// The results of one batch; panics unless there is one for each operation.

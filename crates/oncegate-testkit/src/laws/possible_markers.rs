@@ -253,7 +253,7 @@ mod tests {
             let mut markers = PossibleMarkers::new(start);
             markers
                 .observe(
-                    &claimant.operation(marker::Ask::Complete, &key),
+                    &claimant.operation(marker::OperationKind::Complete, &key),
                     at(0),
                     Verdict::Done { marker_lost: true },
                 )

@@ -2,7 +2,8 @@
 //! afterwards.
 
 use oncegate_core::marker::{
-    self, Ask, Attempts, Doubt, Effect, Finding, Hold, Marker, Operation, Terms, Token, Verdict,
+    self, Attempts, Doubt, Effect, Finding, Hold, Marker, Operation, OperationKind, Terms, Token,
+    Verdict,
 };
 use oncegate_core::{Key, Store};
 
@@ -21,7 +22,7 @@ pub(crate) struct OperationRow {
     pub(crate) given: Marker,
     /// The sender of the operation.
     pub(crate) claimant: Claimant,
-    pub(crate) ask: Ask,
+    pub(crate) kind: OperationKind,
     /// The expected verdict.
     pub(crate) verdict: Verdict,
     /// The expected marker after the operation.
@@ -32,7 +33,7 @@ pub(crate) struct OperationRow {
 pub(crate) fn row(
     name: &'static str,
     given: Marker,
-    (claimant, ask): (Claimant, Ask),
+    (claimant, kind): (Claimant, OperationKind),
     verdict: Verdict,
     becomes: Marker,
 ) -> OperationRow {
@@ -40,7 +41,7 @@ pub(crate) fn row(
         name,
         given,
         claimant,
-        ask,
+        kind,
         verdict,
         becomes,
     }
@@ -74,7 +75,7 @@ pub(crate) async fn check_rows(store: &dyn Store, rows: &[OperationRow]) {
             setup_operations(key, &row.given)
         }),
         ("the operation", |row, key| {
-            vec![(row.claimant.operation(row.ask, key), row.verdict)]
+            vec![(row.claimant.operation(row.kind, key), row.verdict)]
         }),
         ("reading the resulting marker", |row, key| {
             probe_operations(key, &row.becomes)
@@ -133,12 +134,12 @@ impl std::fmt::Display for OperationRow {
             name,
             given,
             claimant,
-            ask,
+            kind,
             ..
         } = self;
         write!(
             f,
-            "row \u{ab}{name}\u{bb} ({ask:?} by {claimant:?} on {given:?})"
+            "row \u{ab}{name}\u{bb} ({kind:?} by {claimant:?} on {given:?})"
         )
     }
 }
@@ -194,7 +195,7 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
                 Effect::Nothing,
             );
             setup.push((
-                claimant_of(&hold).operation(Ask::Doubt, key),
+                claimant_of(&hold).operation(OperationKind::Doubt, key),
                 Verdict::Applied,
             ));
             setup
@@ -209,7 +210,7 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
             setup.push((
                 setup_claimant(number - 1)
                     .fingerprint(hold.fingerprint)
-                    .operation(Ask::Doubt, key),
+                    .operation(OperationKind::Doubt, key),
                 Verdict::Applied,
             ));
             setup.push((
@@ -233,7 +234,7 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
                 granted(attempt),
             ));
             setup.push((
-                setup_claimant(attempt).operation(Ask::Reject(Effect::Nothing), key),
+                setup_claimant(attempt).operation(OperationKind::Reject(Effect::Nothing), key),
                 Verdict::Applied,
             ));
             setup
@@ -241,7 +242,7 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
         Marker::Done(fingerprint) => vec![(
             setup_claimant(1)
                 .fingerprint(fingerprint)
-                .operation(Ask::Complete, key),
+                .operation(OperationKind::Complete, key),
             DONE_WITH_LOST_MARKER,
         )],
     }
@@ -264,7 +265,7 @@ fn setup_before_claim(key: &Key, hold: &Hold) -> Vec<ExpectedVerdict> {
 
 fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<ExpectedVerdict> {
     let Attempts { number, base, .. } = attempts;
-    let redrive = |effect| Ask::Redrive {
+    let redrive = |effect| OperationKind::Redrive {
         seen: Marker::Absent,
         effect,
     };
@@ -282,12 +283,12 @@ fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<ExpectedV
                 Verdict::Applied,
             ),
             (
-                Claimant::new(AT_MOST_ONCE, SETUP, number).operation(Ask::Doubt, key),
+                Claimant::new(AT_MOST_ONCE, SETUP, number).operation(OperationKind::Doubt, key),
                 Verdict::Applied,
             ),
             (
                 Claimant::new(AT_MOST_ONCE, SETUP, number)
-                    .operation(Ask::Resolve(Finding::DidNotHappen), key),
+                    .operation(OperationKind::Resolve(Finding::DidNotHappen), key),
                 Verdict::Applied,
             ),
         ],
@@ -303,7 +304,7 @@ fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<ExpectedV
             let effectively_once = Claimant::new(EFFECTIVELY_ONCE, SETUP, number);
             setup.push((effectively_once.claim(key), Verdict::Granted(attempts)));
             setup.push((
-                effectively_once.operation(Ask::Clear(Effect::Unknown), key),
+                effectively_once.operation(OperationKind::Clear(Effect::Unknown), key),
                 Verdict::Applied,
             ));
             setup
@@ -317,7 +318,7 @@ pub(crate) fn probe_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
     let probe = Claimant::new(EFFECTIVELY_ONCE, PROBE, 0).lease(LONG_LEASE);
     let redrive = |seen| {
         probe.operation(
-            Ask::Redrive {
+            OperationKind::Redrive {
                 seen,
                 effect: Effect::Nothing,
             },
@@ -338,7 +339,7 @@ pub(crate) fn probe_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
                 Verdict::Lost,
             ),
             (
-                claimant_of(&hold).operation(Ask::Doubt, key),
+                claimant_of(&hold).operation(OperationKind::Doubt, key),
                 Verdict::Applied,
             ),
             (
@@ -350,7 +351,7 @@ pub(crate) fn probe_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
             vec![
                 (probe.claim(key), Verdict::Duplicate),
                 (
-                    probe.operation(Ask::Forget { seen: *marker }, key),
+                    probe.operation(OperationKind::Forget { seen: *marker }, key),
                     Verdict::Applied,
                 ),
             ]

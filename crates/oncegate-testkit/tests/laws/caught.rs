@@ -5,7 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{self, Age, Ask, Attempts, Change, Effect, Marker, Operation, Verdict};
+use oncegate_core::marker::{
+    self, Age, Attempts, Change, Effect, Marker, Operation, OperationKind, Verdict,
+};
 use oncegate_core::{Key, MessageId, Store, StoreError, async_trait};
 use oncegate_testkit::laws::{run, store as law};
 
@@ -84,10 +86,10 @@ impl Mistaken {
     /// The change and verdict of `marker::apply`, with the mistake applied.
     fn apply_one(&self, marker: Marker, age: Duration, operation: &Operation) -> (Change, Verdict) {
         let (change, verdict) = marker::apply(marker, Age::Of(age), operation);
-        let change = match (self.mistake, operation.ask, change) {
+        let change = match (self.mistake, operation.kind, change) {
             (
                 Mistake::DropsTheSecondAttemptThatWasRejected,
-                Ask::Reject(Effect::Nothing),
+                OperationKind::Reject(Effect::Nothing),
                 Change::Write(
                     Marker::Cleared {
                         attempts: Attempts { number: 2, .. },

@@ -8,7 +8,7 @@ oncegate_testkit::store_laws!(async || MemoryStore::new());
 mod borders {
     use std::time::Duration;
 
-    use oncegate_core::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+    use oncegate_core::marker::{Guarantee, Operation, OperationKind, Terms, Token, Verdict};
     use oncegate_core::{Key, MemoryStore, MessageId, Store};
 
     #[tokio::test]
@@ -23,7 +23,7 @@ mod borders {
             };
             let claim = |token| Operation {
                 key: key.clone(),
-                ask: Ask::Claim,
+                kind: OperationKind::Claim,
                 token: Token(token),
                 attempt: 0,
                 terms,

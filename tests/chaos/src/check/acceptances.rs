@@ -18,7 +18,9 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     for record in finder.history(id) {
         let verdicts = of_consumer.entry(&record.by).or_default();
         match &record.what {
-            What::Answered { ask, verdict, .. } => match (ask, verdict.as_str()) {
+            What::Answered {
+                operation, verdict, ..
+            } => match (operation, verdict.as_str()) {
                 (StoreOperation::Complete, "done") => verdicts.completed += 1,
                 (StoreOperation::Claim, "duplicate") => verdicts.duplicate += 1,
                 (StoreOperation::Resolve, "done") => verdicts.resolved += 1,

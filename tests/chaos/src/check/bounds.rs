@@ -110,7 +110,7 @@ fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: LeaseRenewals
         let late = record.at - from;
         let did = match &record.what {
             What::Answered {
-                ask: StoreOperation::Claim,
+                operation: StoreOperation::Claim,
                 verdict,
                 ..
             } if verdict.starts_with("granted") => "was granted a claim",
@@ -141,7 +141,7 @@ fn requests(finder: &mut Finder<'_>, from: u64, to: u64) {
     let ledger = finder.ledger;
     for record in ledger.between(from, to) {
         let What::Answered {
-            ask: StoreOperation::Claim,
+            operation: StoreOperation::Claim,
             verdict,
             ..
         } = &record.what

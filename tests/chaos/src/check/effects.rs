@@ -99,7 +99,7 @@ fn cause(
     runs.sort_by_key(|(start_time, _)| *start_time);
     let [(from, first), (to, _)] = runs;
     let recorded = |record: &&Record| {
-        let done = matches!(&record.what, What::Answered { ask: StoreOperation::Complete, verdict, .. } if verdict == "done");
+        let done = matches!(&record.what, What::Answered { operation: StoreOperation::Complete, verdict, .. } if verdict == "done");
         done && record.by == first.consumer
             && (from..to).contains(&record.at)
             && !windows.may_lose(record.at, REPLICATION_LAG)

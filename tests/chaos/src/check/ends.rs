@@ -141,7 +141,7 @@ pub(super) fn check_id(finder: &mut Finder<'_>, id: &str) {
         match &record.what {
             What::Received { .. } => received += 1,
             What::Answered {
-                ask: StoreOperation::Claim,
+                operation: StoreOperation::Claim,
                 verdict,
                 ..
             } if verdict == "busy" && received == 1 && !has_other_verdict => {
@@ -152,7 +152,7 @@ pub(super) fn check_id(finder: &mut Finder<'_>, id: &str) {
                 return finder.report_violation(Invariant::I14, Some(id), why);
             }
             What::Answered {
-                ask: StoreOperation::Claim,
+                operation: StoreOperation::Claim,
                 verdict,
                 ..
             } if matches!(verdict.as_str(), "unknown" | "not applied" | "busy") => {}
@@ -192,9 +192,9 @@ fn is_in_doubt(finder: &Finder<'_>, id: &str) -> bool {
 /// Whether the store recorded its completion and a failover may have lost that.
 fn completion_lost(finder: &Finder<'_>, id: &str) -> bool {
     let recorded = |record: &&Record| match &record.what {
-        What::Answered { ask, verdict, .. } => {
-            *ask != StoreOperation::Claim && matches!(verdict.as_str(), "done" | "kept")
-        }
+        What::Answered {
+            operation, verdict, ..
+        } => *operation != StoreOperation::Claim && matches!(verdict.as_str(), "done" | "kept"),
         _ => false,
     };
     finder

@@ -30,7 +30,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     for record in finder.ledger.records() {
         let outcome = match &record.what {
             What::Answered {
-                ask: StoreOperation::Claim,
+                operation: StoreOperation::Claim,
                 verdict,
                 ..
             } => answer(verdict),

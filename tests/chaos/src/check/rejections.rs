@@ -16,7 +16,7 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     for record in finder.history(id) {
         match &record.what {
             What::Answered {
-                ask: StoreOperation::Claim,
+                operation: StoreOperation::Claim,
                 verdict,
                 ..
             } => granted = granted.max(attempt(verdict)),

@@ -84,7 +84,7 @@ pub enum What {
         /// The id of the message.
         id: String,
         /// The operation.
-        ask: StoreOperation,
+        operation: StoreOperation,
         /// The verdict or error.
         verdict: String,
     },
@@ -247,23 +247,23 @@ pub enum Lookup {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StoreOperation {
-    /// [`Ask::Claim`](oncegate::marker::Ask::Claim).
+    /// [`OperationKind::Claim`](oncegate::marker::OperationKind::Claim).
     Claim,
-    /// [`Ask::Renew`](oncegate::marker::Ask::Renew).
+    /// [`OperationKind::Renew`](oncegate::marker::OperationKind::Renew).
     Renew,
-    /// [`Ask::Complete`](oncegate::marker::Ask::Complete).
+    /// [`OperationKind::Complete`](oncegate::marker::OperationKind::Complete).
     Complete,
-    /// [`Ask::Clear`](oncegate::marker::Ask::Clear) or `Withdraw`.
+    /// [`OperationKind::Clear`](oncegate::marker::OperationKind::Clear) or `Withdraw`.
     Clear,
-    /// [`Ask::Reject`](oncegate::marker::Ask::Reject).
+    /// [`OperationKind::Reject`](oncegate::marker::OperationKind::Reject).
     Reject,
-    /// [`Ask::Doubt`](oncegate::marker::Ask::Doubt).
+    /// [`OperationKind::Doubt`](oncegate::marker::OperationKind::Doubt).
     Doubt,
-    /// [`Ask::Resolve`](oncegate::marker::Ask::Resolve).
+    /// [`OperationKind::Resolve`](oncegate::marker::OperationKind::Resolve).
     Resolve,
-    /// [`Ask::Forget`](oncegate::marker::Ask::Forget).
+    /// [`OperationKind::Forget`](oncegate::marker::OperationKind::Forget).
     Forget,
-    /// [`Ask::Redrive`](oncegate::marker::Ask::Redrive).
+    /// [`OperationKind::Redrive`](oncegate::marker::OperationKind::Redrive).
     Redrive,
 }
 

@@ -133,7 +133,7 @@ fn trigger_step(
                     What::Started { id, .. } => trigger == Trigger::Drain && id.starts_with("u-"),
                     // It waits for its next attempt from now on.
                     What::Answered {
-                        ask: StoreOperation::Clear,
+                        operation: StoreOperation::Clear,
                         id,
                         ..
                     } => waits && id.starts_with("fail-"),

@@ -511,8 +511,8 @@ impl<'a> ConsumerGroup<'a> {
             for id in ids {
                 let key = scope.key(&MessageId::new(&id).ok_or("an id")?);
                 let marker = match self.combination.markers {
-                    TestedStore::Redis => redis.look(&key).await?,
-                    TestedStore::Sqlite => file.look(&key).await?,
+                    TestedStore::Redis => redis.read_marker(&key).await?,
+                    TestedStore::Sqlite => file.read_marker(&key).await?,
                 };
                 match marker {
                     Marker::InProgress(hold) => {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use oncegate::internal::Lock;
-use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
+use oncegate::marker::{Guarantee, Operation, OperationKind, Verdict};
 use oncegate::{Persistence, Store, StoreError, async_trait};
 
 use crate::ledger::{Log, What};
@@ -116,8 +116,8 @@ impl FaultyStore {
     /// Whether this operation gets no reply and is applied late.
     fn is_delayed(&self, operation: &Operation) -> bool {
         let matches = match self.store_fault {
-            StoreFault::LateClear => matches!(operation.ask, Ask::Clear(_)),
-            StoreFault::LateResolve => matches!(operation.ask, Ask::Resolve(_)),
+            StoreFault::LateClear => matches!(operation.kind, OperationKind::Clear(_)),
+            StoreFault::LateResolve => matches!(operation.kind, OperationKind::Resolve(_)),
             _ => false,
         };
         matches && self.first(operation)
@@ -152,7 +152,7 @@ impl Store for FaultyStore {
                 .await
                 .pop();
             let lost = self.store_fault == StoreFault::LostClaim
-                && operation.ask == Ask::Claim
+                && operation.kind == OperationKind::Claim
                 && self.first(operation);
             answers.push(if lost {
                 unknown()

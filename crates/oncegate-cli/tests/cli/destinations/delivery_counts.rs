@@ -165,7 +165,7 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
             ("oncegate-reason", "refused"),
             ("oncegate-attempts", "5"),
             ("oncegate-crashes", "1"),
-            ("oncegate-fence", "6"),
+            ("oncegate-last-attempt", "6"),
         ];
         let table: BTreeMap<_, _> = headers
             .iter()
@@ -200,13 +200,17 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
         cli.json(&["dead-letters", "show", "x", "--body"])[0].clone(),
     );
     assert_eq!(
-        (&message["attempts"], &message["crashes"], &message["fence"],),
+        (
+            &message["attempts"],
+            &message["crashes"],
+            &message["last_attempt"],
+        ),
         (&5.into(), &1.into(), &6.into()),
         "{message}"
     );
     cli.run(&["dead-letters", "list"])
         .exits_with(0)
-        .prints("ATTEMPTS  CRASHES  FENCE");
+        .prints("ATTEMPTS  CRASHES  LAST ATTEMPT");
     let named = |message: &Value| -> BTreeMap<String, String> {
         let headers = message["headers"].as_array().expect("a list").iter();
         let text = |it: &Value| it.as_str().expect("a text").to_owned();

@@ -28,7 +28,7 @@ pub async fn a_rejected_message_is_a_dead_letter_with_its_failure_history(queue:
     failure_history.id = Some("42".into());
     failure_history.attempts = 3;
     failure_history.crashes = 2;
-    failure_history.fence = 7;
+    failure_history.last_attempt = 7;
     failure_history.first_error = Some("no route".into());
     failure_history.last_error = Some("no such card".into());
     client
@@ -48,7 +48,7 @@ pub async fn a_rejected_message_is_a_dead_letter_with_its_failure_history(queue:
         (headers::ID, "42"),
         (headers::ATTEMPTS, "3"),
         (headers::CRASHES, "2"),
-        (headers::FENCE, "7"),
+        (headers::LAST_ATTEMPT, "7"),
         (headers::FIRST_ERROR, "no route"),
         (headers::LAST_ERROR, "no such card"),
     ] {

@@ -7,8 +7,8 @@ use std::task::Poll;
 use std::time::Duration;
 
 use oncegate_core::marker::{
-    Ask, Attempts, Doubt, Effect, Finding, Guarantee, Marker, Operation, Token, UNKNOWN_ATTEMPT,
-    Verdict,
+    Attempts, Doubt, Effect, Finding, Guarantee, Marker, Operation, OperationKind, Token,
+    UNKNOWN_ATTEMPT, Verdict,
 };
 use oncegate_core::{Key, Store, StoreError};
 
@@ -74,24 +74,26 @@ pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
             let attempt = it % 3 + 1;
             let holder = claimant(it.into(), attempt);
             match it % 8 {
-                0 => (holder.operation(Ask::Complete, key), DONE),
+                0 => (holder.operation(OperationKind::Complete, key), DONE),
                 1 => (
-                    claimant(9999, attempt).operation(Ask::Complete, key),
+                    claimant(9999, attempt).operation(OperationKind::Complete, key),
                     Verdict::Lost,
                 ),
                 2 => (claimant(9999, 0).claim(key), BUSY),
                 3 => (
-                    holder.window(LONG_LEASE).operation(Ask::Renew, key),
+                    holder
+                        .window(LONG_LEASE)
+                        .operation(OperationKind::Renew, key),
                     Verdict::Applied,
                 ),
                 4 => (holder.claim(key), granted(attempt)),
                 5 => (
-                    holder.operation(Ask::Clear(Effect::Unknown), key),
+                    holder.operation(OperationKind::Clear(Effect::Unknown), key),
                     Verdict::Applied,
                 ),
                 6 => (
                     Claimant::new(AT_MOST_ONCE, Token(it.into()), attempt + 1)
-                        .operation(Ask::Doubt, key),
+                        .operation(OperationKind::Doubt, key),
                     Verdict::Lost,
                 ),
                 _ => (
@@ -116,23 +118,23 @@ pub async fn an_invalid_operation_does_not_affect_the_others(store: Arc<dyn Stor
     let forever = Duration::from_secs(100 * 365 * 24 * 3600);
     let mut batch = Vec::new();
     for (it, bad) in [
-        claimant(8, u32::MAX).operation(Ask::Complete, &taken),
-        claimant(8, 1).operation(Ask::Renew, &key("absent")),
-        claimant(8, 1).operation(Ask::Resolve(Finding::Happened), &taken),
+        claimant(8, u32::MAX).operation(OperationKind::Complete, &taken),
+        claimant(8, 1).operation(OperationKind::Renew, &key("absent")),
+        claimant(8, 1).operation(OperationKind::Resolve(Finding::Happened), &taken),
         claimant(8, 1).operation(
-            Ask::Forget {
+            OperationKind::Forget {
                 seen: running(EFFECTIVELY_ONCE, Token(7), 1),
             },
             &taken,
         ),
         claimant(8, 1).operation(
-            Ask::Forget {
+            OperationKind::Forget {
                 seen: Marker::Absent,
             },
             &key("absent"),
         ),
         claimant(8, 1).operation(
-            Ask::Redrive {
+            OperationKind::Redrive {
                 seen: running(EFFECTIVELY_ONCE, Token(7), 1),
                 effect: Effect::Nothing,
             },
@@ -141,11 +143,11 @@ pub async fn an_invalid_operation_does_not_affect_the_others(store: Arc<dyn Stor
         claimant(8, 1)
             .lease(forever)
             .window(Duration::ZERO)
-            .operation(Ask::Renew, &taken),
+            .operation(OperationKind::Renew, &taken),
         claimant(u128::MAX, 0)
             .lease(Duration::ZERO)
             .window(forever)
-            .operation(Ask::Renew, &taken),
+            .operation(OperationKind::Renew, &taken),
     ]
     .into_iter()
     .enumerate()
@@ -154,7 +156,10 @@ pub async fn an_invalid_operation_does_not_affect_the_others(store: Arc<dyn Stor
         batch.extend([
             (claimant(1, 0).claim(&good), granted(1)),
             (bad, Verdict::Lost),
-            (claimant(1, 1).operation(Ask::Complete, &good), DONE),
+            (
+                claimant(1, 1).operation(OperationKind::Complete, &good),
+                DONE,
+            ),
         ]);
     }
     let (operations, expected): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
@@ -172,7 +177,7 @@ pub async fn an_invalid_operation_does_not_affect_the_others(store: Arc<dyn Stor
 /// Operations on one key in one batch are applied in order.
 pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn Store>) {
     let (k, other, doubt) = (key("k"), key("other"), key("doubt"));
-    let clear = Ask::Clear(Effect::Nothing);
+    let clear = OperationKind::Clear(Effect::Nothing);
     let at_most_once = |token, attempt| Claimant::new(AT_MOST_ONCE, Token(token), attempt);
     let after_forget = Attempts {
         number: UNKNOWN_ATTEMPT + 1,
@@ -186,32 +191,38 @@ pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn St
         (claimant(1, 0).claim(&k), granted(1)),
         (claimant(1, 1).operation(clear, &k), Verdict::Applied),
         (claimant(2, 0).claim(&k), granted(1)),
-        (claimant(1, 1).operation(Ask::Complete, &k), Verdict::Lost),
         (
-            claimant(2, 1).operation(Ask::Clear(Effect::Unknown), &k),
+            claimant(1, 1).operation(OperationKind::Complete, &k),
+            Verdict::Lost,
+        ),
+        (
+            claimant(2, 1).operation(OperationKind::Clear(Effect::Unknown), &k),
             Verdict::Applied,
         ),
         (at_most_once(4, 0).claim(&doubt), granted(1)),
         (claimant(3, 0).claim(&k), granted(2)),
         (
-            at_most_once(4, 1).operation(Ask::Doubt, &doubt),
+            at_most_once(4, 1).operation(OperationKind::Doubt, &doubt),
             Verdict::Applied,
         ),
-        (claimant(3, 2).operation(Ask::Complete, &k), DONE),
+        (claimant(3, 2).operation(OperationKind::Complete, &k), DONE),
         (
             at_most_once(5, 0).claim(&doubt),
             Verdict::InDoubt(DOUBTED_ONCE),
         ),
         (
-            at_most_once(4, 1).operation(Ask::Renew, &doubt),
+            at_most_once(4, 1).operation(OperationKind::Renew, &doubt),
             Verdict::Lost,
         ),
         (claimant(4, 0).claim(&k), Verdict::Duplicate),
         (
-            at_most_once(5, 2).operation(Ask::Resolve(Finding::DidNotHappen), &doubt),
+            at_most_once(5, 2).operation(OperationKind::Resolve(Finding::DidNotHappen), &doubt),
             Verdict::Applied,
         ),
-        (claimant(9, 1).operation(Ask::Complete, &other), DONE),
+        (
+            claimant(9, 1).operation(OperationKind::Complete, &other),
+            DONE,
+        ),
         (
             at_most_once(5, 0).claim(&doubt),
             Verdict::Granted(Attempts {
@@ -221,7 +232,7 @@ pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn St
         ),
         (
             claimant(4, 0).operation(
-                Ask::Forget {
+                OperationKind::Forget {
                     seen: Marker::Done(None),
                 },
                 &k,
@@ -243,7 +254,7 @@ pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn St
         .map(|it| if it % 4 == 0 { granted(1) } else { BUSY })
         .collect();
     expect(&verdicts(&*store, &claims).await, &expected, &claims);
-    let completions = vec![claimant(0, 1).operation(Ask::Complete, &many); 20];
+    let completions = vec![claimant(0, 1).operation(OperationKind::Complete, &many); 20];
     expect(
         &verdicts(&*store, &completions).await,
         &[DONE; 20],
@@ -269,84 +280,84 @@ pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
         (
             Marker::Absent,
             effectively_once(0),
-            Ask::Claim,
+            OperationKind::Claim,
             granted(1),
             running(EFFECTIVELY_ONCE, OWN_TOKEN, 1),
         ),
         (
             Marker::Absent,
             at_most_once(0),
-            Ask::Claim,
+            OperationKind::Claim,
             granted(1),
             running(AT_MOST_ONCE, OWN_TOKEN, 1),
         ),
         (
             running(EFFECTIVELY_ONCE, OWN_TOKEN, 1),
             effectively_once(1),
-            Ask::Complete,
+            OperationKind::Complete,
             DONE,
             Marker::Done(None),
         ),
         (
             cleared(2, Effect::Nothing),
             at_most_once(0),
-            Ask::Claim,
+            OperationKind::Claim,
             granted(3),
             running(AT_MOST_ONCE, OWN_TOKEN, 3),
         ),
         (
             running(EFFECTIVELY_ONCE, OWN_TOKEN, 2),
             effectively_once(2),
-            Ask::Clear(Effect::Nothing),
+            OperationKind::Clear(Effect::Nothing),
             Verdict::Applied,
             cleared(2, Effect::Nothing),
         ),
         (
             running(AT_MOST_ONCE, OWN_TOKEN, 1),
             at_most_once(1),
-            Ask::Clear(Effect::Nothing),
+            OperationKind::Clear(Effect::Nothing),
             Verdict::Applied,
             Marker::Absent,
         ),
         (
             running(AT_MOST_ONCE, OWN_TOKEN, 1),
             at_most_once(1),
-            Ask::Doubt,
+            OperationKind::Doubt,
             Verdict::Applied,
             Marker::InDoubt(first, Doubt::Waiting),
         ),
         (
             running(AT_MOST_ONCE, OWN_TOKEN, 1),
             at_most_once(1),
-            Ask::Renew,
+            OperationKind::Renew,
             Verdict::Applied,
             running(AT_MOST_ONCE, OWN_TOKEN, 1),
         ),
         (
             running(EFFECTIVELY_ONCE, OTHER_TOKEN, 1),
             effectively_once(0),
-            Ask::Claim,
+            OperationKind::Claim,
             BUSY,
             running(EFFECTIVELY_ONCE, OTHER_TOKEN, 1),
         ),
         (
             Marker::Done(None),
             effectively_once(0),
-            Ask::Claim,
+            OperationKind::Claim,
             Verdict::Duplicate,
             Marker::Done(None),
         ),
         (
             doubted(AT_MOST_ONCE, OTHER_TOKEN, 1),
             at_most_once(0),
-            Ask::Claim,
+            OperationKind::Claim,
             Verdict::InDoubt(DOUBTED_ONCE),
             reconciling_attempt(OWN_TOKEN, 2),
         ),
         (
             Marker::Absent,
             at_most_once(1),
-            Ask::Doubt,
+            OperationKind::Doubt,
             Verdict::Applied,
             Marker::InDoubt(new_doubt, Doubt::Waiting),
         ),
@@ -358,7 +369,7 @@ pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
         let operations: Vec<Operation> = rows
             .iter()
             .zip(&keys)
-            .map(|((_, claimant, ask, ..), key)| claimant.operation(*ask, key))
+            .map(|((_, claimant, kind, ..), key)| claimant.operation(*kind, key))
             .collect();
         let (setup, expected): (Vec<_>, Vec<_>) = rows
             .iter()
@@ -400,10 +411,10 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
     let lossy = LosesReplies::new(store.clone(), |operations: &[Operation]| ReplyFault::Lost {
         applied: operations.len(),
     });
-    let forget = Ask::Forget {
+    let forget = OperationKind::Forget {
         seen: Marker::Done(None),
     };
-    let redrive = Ask::Redrive {
+    let redrive = OperationKind::Redrive {
         seen: rejected(4, None),
         effect: Effect::Unknown,
     };
@@ -412,42 +423,42 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
         (
             running(AT_MOST_ONCE, OWN_TOKEN, 2),
             at_most_once(2),
-            Ask::Reject(Effect::Unknown),
+            OperationKind::Reject(Effect::Unknown),
             Verdict::Lost,
             Verdict::Rejected { attempt: 2 },
         ),
         (
             running(EFFECTIVELY_ONCE, OWN_TOKEN, 2),
             effectively_once(2),
-            Ask::Reject(Effect::Unknown),
+            OperationKind::Reject(Effect::Unknown),
             Verdict::Applied,
             granted(3),
         ),
         (
             running(EFFECTIVELY_ONCE, OWN_TOKEN, 1),
             effectively_once(1),
-            Ask::Clear(Effect::Unknown),
+            OperationKind::Clear(Effect::Unknown),
             Verdict::Applied,
             granted(2),
         ),
         (
             doubted(AT_MOST_ONCE, OWN_TOKEN, 2),
             at_most_once(2),
-            Ask::Resolve(Finding::DidNotHappen),
+            OperationKind::Resolve(Finding::DidNotHappen),
             Verdict::Lost,
             granted(3),
         ),
         (
             doubted(AT_MOST_ONCE, OWN_TOKEN, 2),
             at_most_once(2),
-            Ask::Resolve(Finding::Happened),
+            OperationKind::Resolve(Finding::Happened),
             Verdict::Lost,
             Verdict::Duplicate,
         ),
         (
             cleared(2, Effect::Nothing),
             effectively_once(1),
-            Ask::Complete,
+            OperationKind::Complete,
             DONE,
             Verdict::Duplicate,
         ),
@@ -474,12 +485,12 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
             }),
         ),
     ];
-    for (it, (given, claimant, ask, repeated, afterwards)) in rows.into_iter().enumerate() {
+    for (it, (given, claimant, kind, repeated, afterwards)) in rows.into_iter().enumerate() {
         let key = key(format!("k{it}"));
         let (setup, expected): (Vec<_>, Vec<_>) =
             setup_operations(&key, &given).into_iter().unzip();
         expect(&verdicts(&*store, &setup).await, &expected, &setup);
-        let operation = claimant.operation(ask, &key);
+        let operation = claimant.operation(kind, &key);
         let lost = answers(&lossy, std::slice::from_ref(&operation)).await;
         assert!(matches!(lost[0], Err(StoreError::Unknown(_))), "{lost:?}");
         assert_eq!(
@@ -505,8 +516,8 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
     let received = verdicts(
         &*store,
         &[
-            effectively_once(1).operation(Ask::Complete, &key("c")),
-            effectively_once(1).operation(Ask::Complete, &key("c")),
+            effectively_once(1).operation(OperationKind::Complete, &key("c")),
+            effectively_once(1).operation(OperationKind::Complete, &key("c")),
         ],
     )
     .await;

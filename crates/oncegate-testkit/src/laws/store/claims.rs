@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use oncegate_core::Store;
 use oncegate_core::marker::{
-    Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, Token, Verdict,
+    Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, OperationKind, Token, Verdict,
 };
 
 use crate::laws::fixtures::{
@@ -15,8 +15,8 @@ use crate::laws::fixtures::{
 };
 use crate::laws::rows::{check_rows, row};
 
-fn claim(guarantee: Guarantee) -> (Claimant, Ask) {
-    (Claimant::new(guarantee, OWN_TOKEN, 0), Ask::Claim)
+fn claim(guarantee: Guarantee) -> (Claimant, OperationKind) {
+    (Claimant::new(guarantee, OWN_TOKEN, 0), OperationKind::Claim)
 }
 
 const BUSY: Verdict = Verdict::Busy {
@@ -361,8 +361,8 @@ pub async fn a_done_id_is_a_duplicate(store: Arc<dyn Store>) {
 pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH_GUARANTEES {
-        let (claimant, ask) = claim(guarantee);
-        let operation = (claimant.fingerprint(fingerprint(7)), ask);
+        let (claimant, kind) = claim(guarantee);
+        let operation = (claimant.fingerprint(fingerprint(7)), kind);
         let given = with_fingerprint(running(guarantee, OTHER_TOKEN, 1), fingerprint(8));
         rows.push(row(
             "claim: another fingerprint, in progress, lease valid",
@@ -387,7 +387,7 @@ pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
 pub async fn another_body_conflicts_with_an_in_doubt_rejected_or_done_id(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH_GUARANTEES {
-        let (claimant, ask) = claim(guarantee);
+        let (claimant, kind) = claim(guarantee);
         for given in [
             with_fingerprint(doubted(AT_MOST_ONCE, OTHER_TOKEN, 2), fingerprint(8)),
             with_fingerprint(reconciling_attempt(OTHER_TOKEN, 2), fingerprint(8)),
@@ -398,7 +398,7 @@ pub async fn another_body_conflicts_with_an_in_doubt_rejected_or_done_id(store: 
             rejected(1, fingerprint(8)),
             Marker::Done(fingerprint(8)),
         ] {
-            let operation = (claimant.fingerprint(fingerprint(7)), ask);
+            let operation = (claimant.fingerprint(fingerprint(7)), kind);
             rows.push(row(
                 "claim: another fingerprint, in doubt, rejected or done",
                 given,
@@ -416,13 +416,13 @@ pub async fn another_body_conflicts_with_an_in_doubt_rejected_or_done_id(store: 
 pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH_GUARANTEES {
-        let (claimant, ask) = claim(guarantee);
+        let (claimant, kind) = claim(guarantee);
         for (first, second) in [
             (fingerprint(7), fingerprint(7)),
             (None, fingerprint(7)),
             (fingerprint(7), None),
         ] {
-            let operation = (claimant.fingerprint(second), ask);
+            let operation = (claimant.fingerprint(second), kind);
             let taken = with_fingerprint(reconciling_attempt(OWN_TOKEN, 3), second);
             let doubted = with_fingerprint(doubted(AT_MOST_ONCE, OTHER_TOKEN, 2), first);
             rows.push(row(
@@ -459,7 +459,11 @@ pub async fn all_fingerprints_are_distinguished(store: Arc<dyn Store>) {
     for first in bodies {
         let claimant = |body| Claimant::new(AT_MOST_ONCE, Token(1), 1).fingerprint(body);
         assert!(matches!(
-            verdicts(&*store, &[claimant(first).operation(Ask::Complete, &done)]).await[0],
+            verdicts(
+                &*store,
+                &[claimant(first).operation(OperationKind::Complete, &done)]
+            )
+            .await[0],
             Verdict::Done { .. }
         ));
         let claims: Vec<Operation> = bodies
@@ -478,7 +482,7 @@ pub async fn all_fingerprints_are_distinguished(store: Arc<dyn Store>) {
             );
         }
         let forget = claimant(first).operation(
-            Ask::Forget {
+            OperationKind::Forget {
                 seen: Marker::Done(first),
             },
             &done,

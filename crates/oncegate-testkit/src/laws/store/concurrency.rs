@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Token, Verdict};
+use oncegate_core::marker::{Attempts, Guarantee, Operation, OperationKind, Token, Verdict};
 use oncegate_core::{Key, Store};
 use tokio::sync::Barrier;
 
@@ -23,7 +23,7 @@ pub(crate) fn handles(store: &Arc<dyn Store>) -> [Arc<dyn Store>; 2] {
 /// Sends an operation a hundred times concurrently, each time with another token.
 async fn a_hundred_at_once(
     store: &Arc<dyn Store>,
-    ask: impl Fn(Token) -> Operation,
+    operation_of: impl Fn(Token) -> Operation,
 ) -> Vec<Verdict> {
     const CLIENTS: usize = 100;
     let ready = Arc::new(Barrier::new(CLIENTS));
@@ -33,7 +33,7 @@ async fn a_hundred_at_once(
             let (store, ready, operation) = (
                 handles[client % 2].clone(),
                 ready.clone(),
-                ask(Token(1000 + client as u128)),
+                operation_of(Token(1000 + client as u128)),
             );
             tokio::spawn(async move {
                 ready.wait().await;
@@ -119,7 +119,7 @@ pub async fn of_a_hundred_simultaneous_claims_of_a_doubt_one_reconciles(store: A
         assert_eq!(
             verdict(
                 &*store,
-                Claimant::new(AT_MOST_ONCE, OWN_TOKEN, 1).operation(Ask::Doubt, &key)
+                Claimant::new(AT_MOST_ONCE, OWN_TOKEN, 1).operation(OperationKind::Doubt, &key)
             )
             .await,
             Verdict::Applied
@@ -163,11 +163,11 @@ pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
                 let mine = Claimant::new(*guarantee, OWN_TOKEN, 1);
                 let another = Claimant::new(*guarantee, OTHER_TOKEN, 1);
                 assert_eq!(
-                    verdict(&*handle, mine.operation(Ask::Renew, key)).await,
+                    verdict(&*handle, mine.operation(OperationKind::Renew, key)).await,
                     Verdict::Applied
                 );
                 assert_eq!(
-                    verdict(&*handle, another.operation(Ask::Renew, key)).await,
+                    verdict(&*handle, another.operation(OperationKind::Renew, key)).await,
                     Verdict::Lost
                 );
             }
@@ -179,7 +179,7 @@ pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
         .expect("the handle renews");
     let completed: Vec<Operation> = keys
         .iter()
-        .map(|(of, key)| Claimant::new(*of, OWN_TOKEN, 1).operation(Ask::Complete, key))
+        .map(|(of, key)| Claimant::new(*of, OWN_TOKEN, 1).operation(OperationKind::Complete, key))
         .collect();
     assert_eq!(verdicts(&*store, &completed).await, [DONE; 2]);
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{
-    self, Age, Ask, Change, Effect, Finding, Fingerprint, Guarantee, Marker, Operation, Terms,
-    Token, Verdict,
+    self, Age, Change, Effect, Finding, Fingerprint, Guarantee, Marker, Operation, OperationKind,
+    Terms, Token, Verdict,
 };
 use oncegate_core::{Key, Store};
 use proptest::collection::vec;
@@ -127,7 +127,7 @@ enum Step {
 /// changes something.
 #[derive(Clone, Debug)]
 struct PlannedOperation {
-    ask: AskChoice,
+    kind: KindChoice,
     by: TokenChoice,
     attempt: AttemptChoice,
     terms: Terms,
@@ -135,8 +135,8 @@ struct PlannedOperation {
 
 /// The kind of a [`PlannedOperation`].
 #[derive(Clone, Debug)]
-enum AskChoice {
-    This(Ask),
+enum KindChoice {
+    This(OperationKind),
     /// Forgets the expected marker.
     ForgetCurrent,
     /// Redrives the expected marker.
@@ -178,24 +178,24 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 fn random_operation() -> impl Strategy<Value = PlannedOperation> {
-    let one_of = |all: &[Ask]| select(all.to_vec()).prop_map(AskChoice::This);
-    let ask = prop_oneof![
-        5 => Just(AskChoice::This(Ask::Claim)),
-        1 => Just(AskChoice::This(Ask::Renew)),
-        1 => Just(AskChoice::This(Ask::Complete)),
-        1 => one_of(&[Ask::Clear(Effect::Nothing), Ask::Clear(Effect::Unknown)]),
-        1 => Just(AskChoice::This(Ask::Withdraw)),
-        2 => one_of(&[Ask::Reject(Effect::Nothing), Ask::Reject(Effect::Unknown)]),
-        2 => Just(AskChoice::This(Ask::Doubt)),
-        1 => one_of(&[Ask::Resolve(Finding::Happened), Ask::Resolve(Finding::DidNotHappen)]),
-        1 => prop_oneof![2 => Just(AskChoice::ForgetCurrent), 1 => one_of(&[Ask::Forget { seen: Marker::Done(None) }])],
-        2 => select(vec![Effect::Nothing, Effect::Unknown]).prop_map(AskChoice::RedriveCurrent),
-        1 => one_of(&[Ask::Redrive { seen: Marker::Absent, effect: Effect::Unknown }]),
+    let one_of = |all: &[OperationKind]| select(all.to_vec()).prop_map(KindChoice::This);
+    let kind = prop_oneof![
+        5 => Just(KindChoice::This(OperationKind::Claim)),
+        1 => Just(KindChoice::This(OperationKind::Renew)),
+        1 => Just(KindChoice::This(OperationKind::Complete)),
+        1 => one_of(&[OperationKind::Clear(Effect::Nothing), OperationKind::Clear(Effect::Unknown)]),
+        1 => Just(KindChoice::This(OperationKind::Withdraw)),
+        2 => one_of(&[OperationKind::Reject(Effect::Nothing), OperationKind::Reject(Effect::Unknown)]),
+        2 => Just(KindChoice::This(OperationKind::Doubt)),
+        1 => one_of(&[OperationKind::Resolve(Finding::Happened), OperationKind::Resolve(Finding::DidNotHappen)]),
+        1 => prop_oneof![2 => Just(KindChoice::ForgetCurrent), 1 => one_of(&[OperationKind::Forget { seen: Marker::Done(None) }])],
+        2 => select(vec![Effect::Nothing, Effect::Unknown]).prop_map(KindChoice::RedriveCurrent),
+        1 => one_of(&[OperationKind::Redrive { seen: Marker::Absent, effect: Effect::Unknown }]),
     ];
     let by = prop_oneof![2 => Just(TokenChoice::Holder), 1 => (0..4u128).prop_map(|token| TokenChoice::Any(Token(token)))];
     let attempt = prop_oneof![13 => Just(AttemptChoice::OfHolder), 2 => Just(AttemptChoice::Next), 1 => Just(AttemptChoice::Last)];
-    (ask, by, attempt, terms()).prop_map(|(ask, by, attempt, terms)| PlannedOperation {
-        ask,
+    (kind, by, attempt, terms()).prop_map(|(kind, by, attempt, terms)| PlannedOperation {
+        kind,
         by,
         attempt,
         terms,
@@ -234,10 +234,10 @@ fn terms() -> impl Strategy<Value = Terms> {
 impl PlannedOperation {
     /// The operation for a key that probably has this marker.
     fn on(&self, marker: Marker, key: &Key) -> Operation {
-        let ask = match &self.ask {
-            AskChoice::This(ask) => *ask,
-            AskChoice::ForgetCurrent => Ask::Forget { seen: marker },
-            AskChoice::RedriveCurrent(effect) => Ask::Redrive {
+        let kind = match &self.kind {
+            KindChoice::This(kind) => *kind,
+            KindChoice::ForgetCurrent => OperationKind::Forget { seen: marker },
+            KindChoice::RedriveCurrent(effect) => OperationKind::Redrive {
                 seen: marker,
                 effect: *effect,
             },
@@ -261,7 +261,7 @@ impl PlannedOperation {
         };
         Operation {
             key: key.clone(),
-            ask,
+            kind,
             token,
             attempt,
             terms: self.terms,

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use oncegate_core::Store;
 use oncegate_core::marker::{
-    Ask, Attempts, Doubt, Effect, Finding, Guarantee, Hold, Marker, UNKNOWN_ATTEMPT, Verdict,
+    Attempts, Doubt, Effect, Finding, Guarantee, Hold, Marker, OperationKind, UNKNOWN_ATTEMPT,
+    Verdict,
 };
 
 use crate::laws::fixtures::{
@@ -26,20 +27,24 @@ const FREE: [Marker; 2] = [
     },
 ];
 
-fn own_operation(guarantee: Guarantee, ask: Ask, attempt: u32) -> (Claimant, Ask) {
-    (Claimant::new(guarantee, OWN_TOKEN, attempt), ask)
+fn own_operation(
+    guarantee: Guarantee,
+    kind: OperationKind,
+    attempt: u32,
+) -> (Claimant, OperationKind) {
+    (Claimant::new(guarantee, OWN_TOKEN, attempt), kind)
 }
 
 /// The operation of the holder of attempt 2 after its settings have changed. The marker must keep
 /// the terms of the claim.
-fn on_other_terms(ask: Ask) -> [(Claimant, Ask); 2] {
+fn on_other_terms(kind: OperationKind) -> [(Claimant, OperationKind); 2] {
     BOTH_GUARANTEES.map(|guarantee| {
         (
             Claimant::new(guarantee, OWN_TOKEN, 2)
                 .lease(LONG_LEASE / 2)
                 .window(WINDOW / 2)
                 .fingerprint(fingerprint(8)),
-            ask,
+            kind,
         )
     })
 }
@@ -59,11 +64,11 @@ pub async fn the_holder_renews(store: Arc<dyn Store>) {
             rows.push(row(
                 "renew: own token",
                 given,
-                own_operation(guarantee, Ask::Renew, 2),
+                own_operation(guarantee, OperationKind::Renew, 2),
                 Verdict::Applied,
                 given,
             ));
-            rows.extend(on_other_terms(Ask::Renew).map(|operation| {
+            rows.extend(on_other_terms(OperationKind::Renew).map(|operation| {
                 row(
                     "renew: own token, on other terms",
                     given,
@@ -89,12 +94,12 @@ pub async fn the_holder_completes(store: Arc<dyn Store>) {
             rows.push(row(
                 "complete: in progress, own token",
                 given,
-                own_operation(guarantee, Ask::Complete, 2),
+                own_operation(guarantee, OperationKind::Complete, 2),
                 DONE,
                 Marker::Done(None),
             ));
-            let (claimant, ask) = own_operation(guarantee, Ask::Complete, 2);
-            let operation = (claimant.fingerprint(fingerprint(7)), ask);
+            let (claimant, kind) = own_operation(guarantee, OperationKind::Complete, 2);
+            let operation = (claimant.fingerprint(fingerprint(7)), kind);
             rows.push(row(
                 "complete: in progress, own token",
                 with_fingerprint(given, fingerprint(7)),
@@ -122,7 +127,7 @@ pub async fn any_token_completes_a_doubt(store: Arc<dyn Store>) {
             rows.push(row(
                 "complete: in doubt, any holder",
                 given,
-                own_operation(guarantee, Ask::Complete, 1),
+                own_operation(guarantee, OperationKind::Complete, 1),
                 DONE,
                 Marker::Done(None),
             ));
@@ -136,11 +141,11 @@ pub async fn completing_again_is_done(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH_GUARANTEES {
         for given in [Marker::Done(None), Marker::Done(fingerprint(7))] {
-            let (claimant, ask) = own_operation(guarantee, Ask::Complete, 1);
+            let (claimant, kind) = own_operation(guarantee, OperationKind::Complete, 1);
             rows.push(row(
                 "complete: done",
                 given,
-                (claimant.fingerprint(fingerprint(8)), ask),
+                (claimant.fingerprint(fingerprint(8)), kind),
                 DONE,
                 given,
             ));
@@ -153,7 +158,7 @@ pub async fn completing_again_is_done(store: Arc<dyn Store>) {
 pub async fn completing_a_lost_marker_reports_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH_GUARANTEES {
-        let operation = own_operation(guarantee, Ask::Complete, 1);
+        let operation = own_operation(guarantee, OperationKind::Complete, 1);
         rows.extend(FREE.map(|given| {
             row(
                 "complete: absent, cleared",
@@ -175,7 +180,7 @@ pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
             running(guarantee, OWN_TOKEN, 1),
             with_expired_lease(running(guarantee, OWN_TOKEN, 1)),
         ] {
-            let operation = own_operation(guarantee, Ask::Clear(Effect::Nothing), 1);
+            let operation = own_operation(guarantee, OperationKind::Clear(Effect::Nothing), 1);
             rows.push(row(
                 "clear: in progress, own token, nothing happened, attempt 1",
                 given,
@@ -193,7 +198,7 @@ pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
 pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
     let name = "clear: in progress, own token, attempt > 1 or unknown";
     let clears = |guarantee, effect, attempt| {
-        let operation = own_operation(guarantee, Ask::Clear(effect), attempt);
+        let operation = own_operation(guarantee, OperationKind::Clear(effect), attempt);
         row(
             name,
             running(guarantee, OWN_TOKEN, attempt),
@@ -223,7 +228,7 @@ pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
         rows.push(row(
             "withdraw: in progress, own token, attempt 1",
             first,
-            own_operation(guarantee, Ask::Withdraw, 1),
+            own_operation(guarantee, OperationKind::Withdraw, 1),
             Verdict::Applied,
             Marker::Absent,
         ));
@@ -248,12 +253,12 @@ pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
             rows.push(row(
                 "withdraw: in progress, own token, attempt > 1",
                 given,
-                own_operation(guarantee, Ask::Withdraw, 4),
+                own_operation(guarantee, OperationKind::Withdraw, 4),
                 Verdict::Applied,
                 becomes,
             ));
         }
-        let operation = own_operation(guarantee, Ask::Withdraw, 1);
+        let operation = own_operation(guarantee, OperationKind::Withdraw, 1);
         rows.extend(FREE.map(|given| {
             row(
                 "withdraw: absent, cleared",
@@ -275,7 +280,7 @@ pub async fn an_unknown_outcome_is_not_cleared_in_at_most_once(store: Arc<dyn St
         row(
             "clear: unknown, at most once",
             given,
-            own_operation(AT_MOST_ONCE, Ask::Clear(Effect::Unknown), attempt),
+            own_operation(AT_MOST_ONCE, OperationKind::Clear(Effect::Unknown), attempt),
             Verdict::Lost,
             given,
         )
@@ -288,7 +293,7 @@ pub async fn clearing_a_free_marker_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH_GUARANTEES {
         for effect in EFFECTS {
-            let operation = own_operation(guarantee, Ask::Clear(effect), 1);
+            let operation = own_operation(guarantee, OperationKind::Clear(effect), 1);
             rows.extend(FREE.map(|given| {
                 row(
                     "clear: absent, cleared",
@@ -311,7 +316,7 @@ pub async fn a_rejection_is_kept_in_at_most_once(store: Arc<dyn Store>) {
             for attempt in [1, 2, 3] {
                 let given =
                     with_fingerprint(running(AT_MOST_ONCE, OWN_TOKEN, attempt), fingerprint);
-                let operation = own_operation(AT_MOST_ONCE, Ask::Reject(effect), attempt);
+                let operation = own_operation(AT_MOST_ONCE, OperationKind::Reject(effect), attempt);
                 rows.push(row(
                     "reject: in progress, own token, at most once",
                     given,
@@ -321,7 +326,7 @@ pub async fn a_rejection_is_kept_in_at_most_once(store: Arc<dyn Store>) {
                 ));
             }
         }
-        let operation = own_operation(AT_MOST_ONCE, Ask::Reject(effect), 1);
+        let operation = own_operation(AT_MOST_ONCE, OperationKind::Reject(effect), 1);
         rows.extend(FREE.map(|given| {
             row(
                 "reject: absent, cleared, at most once",
@@ -343,7 +348,7 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
         row(
             name,
             running(guarantee, OWN_TOKEN, attempt),
-            own_operation(guarantee, Ask::Reject(effect), attempt),
+            own_operation(guarantee, OperationKind::Reject(effect), attempt),
             Verdict::Applied,
             becomes,
         )
@@ -357,7 +362,7 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
         rejects(Effect::Unknown, 3, cleared(3, Effect::Unknown)),
     ];
     for effect in EFFECTS {
-        let operation = own_operation(guarantee, Ask::Reject(effect), 1);
+        let operation = own_operation(guarantee, OperationKind::Reject(effect), 1);
         rows.extend(FREE.map(|given| {
             row(
                 "reject: absent, cleared, effectively once",
@@ -376,7 +381,7 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
 pub async fn the_holder_marks_the_id_in_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH_GUARANTEES {
-        let operation = own_operation(guarantee, Ask::Doubt, 2);
+        let operation = own_operation(guarantee, OperationKind::Doubt, 2);
         for given in [
             running(guarantee, OWN_TOKEN, 2),
             doubted(guarantee, OWN_TOKEN, 2),
@@ -393,7 +398,7 @@ pub async fn the_holder_marks_the_id_in_doubt(store: Arc<dyn Store>) {
                 Verdict::Applied,
                 becomes,
             ));
-            rows.extend(on_other_terms(Ask::Doubt).map(|operation| {
+            rows.extend(on_other_terms(OperationKind::Doubt).map(|operation| {
                 row(
                     "doubt: own token, on other terms",
                     given,
@@ -424,7 +429,7 @@ fn waiting(hold: Hold) -> Marker {
 pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH_GUARANTEES {
-        for (given, attempt, fence) in [
+        for (given, attempt, last_attempt) in [
             (Marker::Absent, 1, Attempts::none_counted(1)),
             (Marker::Absent, 4, Attempts::none_counted(4)),
             (cleared(3, Effect::Nothing), 1, Attempts::new(3)),
@@ -432,11 +437,11 @@ pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
             (cleared(3, Effect::Nothing), 10, Attempts::new(10)),
             (cleared(10, Effect::Unknown), 9, Attempts::new(10)),
         ] {
-            let becomes = waiting(hold(guarantee, OWN_TOKEN, fence, Effect::Unknown));
+            let becomes = waiting(hold(guarantee, OWN_TOKEN, last_attempt, Effect::Unknown));
             rows.push(row(
                 "doubt: absent, cleared",
                 given,
-                own_operation(guarantee, Ask::Doubt, attempt),
+                own_operation(guarantee, OperationKind::Doubt, attempt),
                 Verdict::Applied,
                 becomes,
             ));
@@ -449,7 +454,7 @@ pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
         rows.push(row(
             "doubt: cleared, an attempt that was freed",
             freed,
-            own_operation(guarantee, Ask::Doubt, 3),
+            own_operation(guarantee, OperationKind::Doubt, 3),
             Verdict::Lost,
             freed,
         ));
@@ -467,7 +472,7 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
             reconciling_attempt(OWN_TOKEN, 2),
             with_expired_lease(reconciling_attempt(OWN_TOKEN, 2)),
         ] {
-            let happened = own_operation(guarantee, Ask::Resolve(Finding::Happened), 2);
+            let happened = own_operation(guarantee, OperationKind::Resolve(Finding::Happened), 2);
             rows.push(row(
                 "resolve: happened",
                 given,
@@ -475,7 +480,8 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
                 DONE,
                 Marker::Done(None),
             ));
-            let did_not = own_operation(guarantee, Ask::Resolve(Finding::DidNotHappen), 2);
+            let did_not =
+                own_operation(guarantee, OperationKind::Resolve(Finding::DidNotHappen), 2);
             let attempts = if matches!(given, Marker::InDoubt(_, Doubt::Waiting)) {
                 Attempts::new(2)
             } else {
@@ -500,14 +506,14 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
             row(
                 "resolve: in progress",
                 given,
-                own_operation(guarantee, Ask::Resolve(finding), 2),
+                own_operation(guarantee, OperationKind::Resolve(finding), 2),
                 Verdict::Lost,
                 given,
             )
         }));
-        for ask in EFFECTS
+        for kind in EFFECTS
             .into_iter()
-            .flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)])
+            .flat_map(|effect| [OperationKind::Clear(effect), OperationKind::Reject(effect)])
         {
             for given in [
                 doubted(guarantee, OWN_TOKEN, 2),
@@ -516,7 +522,7 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
                 rows.push(row(
                     "clear, reject: in doubt",
                     given,
-                    own_operation(guarantee, ask, 2),
+                    own_operation(guarantee, kind, 2),
                     Verdict::Lost,
                     given,
                 ));
@@ -596,7 +602,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
             for seen in all_seen() {
                 let operation = own_operation(
                     guarantee,
-                    Ask::Redrive {
+                    OperationKind::Redrive {
                         seen,
                         effect: stated,
                     },
@@ -638,7 +644,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
         let seen = with_expired_lease(running(holder, OTHER_TOKEN, 3));
         let operation = own_operation(
             guarantee,
-            Ask::Redrive {
+            OperationKind::Redrive {
                 seen,
                 effect: stated.unwrap_or(Effect::Unknown),
             },
@@ -676,14 +682,14 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
 pub async fn forgetting_requires_the_expected_done_marker(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (guarantee, known) in [(AT_MOST_ONCE, 0), (EFFECTIVELY_ONCE, 7)] {
-        let fence = if known == 0 { UNKNOWN_ATTEMPT } else { known };
+        let last_attempt = if known == 0 { UNKNOWN_ATTEMPT } else { known };
         for given in all_seen() {
             for seen in all_seen() {
-                let operation = own_operation(guarantee, Ask::Forget { seen }, known);
+                let operation = own_operation(guarantee, OperationKind::Forget { seen }, known);
                 rows.push(match given {
                     Marker::Done(_) if given == seen => {
                         let becomes = Marker::Cleared {
-                            attempts: Attempts::none_counted(fence),
+                            attempts: Attempts::none_counted(last_attempt),
                             effect: Effect::Nothing,
                         };
                         row(
@@ -724,13 +730,13 @@ pub async fn an_unknown_outcome_stays_unknown(store: Arc<dyn Store>) {
     };
     let all = EFFECTS
         .into_iter()
-        .flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)]);
+        .flat_map(|effect| [OperationKind::Clear(effect), OperationKind::Reject(effect)]);
     let rows: Vec<OperationRow> = all
-        .map(|ask| {
+        .map(|kind| {
             row(
                 "clear, reject: an earlier outcome is unknown",
                 given,
-                own_operation(guarantee, ask, 4),
+                own_operation(guarantee, kind, 4),
                 Verdict::Applied,
                 becomes,
             )
@@ -772,12 +778,12 @@ pub async fn another_token_or_attempt_changes_nothing(store: Arc<dyn Store>) {
             rows.extend(
                 HOLDER_OPERATIONS
                     .into_iter()
-                    .filter(|ask| !has_a_row_of_its_own(*ask, &given, guarantee))
-                    .map(|ask| {
+                    .filter(|kind| !has_a_row_of_its_own(*kind, &given, guarantee))
+                    .map(|kind| {
                         row(
                             "any of these: anything else",
                             given,
-                            own_operation(guarantee, ask, 2),
+                            own_operation(guarantee, kind, 2),
                             Verdict::Lost,
                             given,
                         )
@@ -794,14 +800,17 @@ fn is_own(marker: &Marker) -> bool {
 }
 
 /// Whether another law has a row for this operation on this marker.
-fn has_a_row_of_its_own(ask: Ask, given: &Marker, guarantee: Guarantee) -> bool {
+fn has_a_row_of_its_own(kind: OperationKind, given: &Marker, guarantee: Guarantee) -> bool {
     match given {
-        Marker::Absent | Marker::Cleared { .. } => match ask {
-            Ask::Complete | Ask::Clear(_) | Ask::Withdraw | Ask::Doubt => true,
-            Ask::Reject(_) => guarantee == EFFECTIVELY_ONCE,
+        Marker::Absent | Marker::Cleared { .. } => match kind {
+            OperationKind::Complete
+            | OperationKind::Clear(_)
+            | OperationKind::Withdraw
+            | OperationKind::Doubt => true,
+            OperationKind::Reject(_) => guarantee == EFFECTIVELY_ONCE,
             _ => false,
         },
-        Marker::InDoubt(..) | Marker::Done(_) => ask == Ask::Complete,
+        Marker::InDoubt(..) | Marker::Done(_) => kind == OperationKind::Complete,
         Marker::InProgress(_) | Marker::Rejected { .. } => false,
     }
 }
@@ -809,7 +818,7 @@ fn has_a_row_of_its_own(ask: Ask, given: &Marker, guarantee: Guarantee) -> bool 
 /// In [`Guarantee::Bare`] a claim of an absent id writes a done marker, the operation after a
 /// failure deletes it, and no token is compared.
 pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
-    let bare = |ask| own_operation(Guarantee::Bare, ask, 1);
+    let bare = |kind| own_operation(Guarantee::Bare, kind, 1);
     let all = [
         Marker::Absent,
         cleared(1, Effect::Nothing),
@@ -826,14 +835,14 @@ pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
             Marker::Absent => row(
                 "bare: claim, absent",
                 given,
-                bare(Ask::Claim),
+                bare(OperationKind::Claim),
                 granted(1),
                 Marker::Done(None),
             ),
             _ => row(
                 "bare: claim, anything else",
                 given,
-                bare(Ask::Claim),
+                bare(OperationKind::Claim),
                 Verdict::Duplicate,
                 given,
             ),
@@ -841,25 +850,25 @@ pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
         rows.push(row(
             "bare: renew",
             given,
-            bare(Ask::Renew),
+            bare(OperationKind::Renew),
             Verdict::Applied,
             given,
         ));
         rows.push(row(
             "bare: complete",
             given,
-            bare(Ask::Complete),
+            bare(OperationKind::Complete),
             DONE,
             given,
         ));
-        for ask in HOLDER_OPERATIONS
+        for kind in HOLDER_OPERATIONS
             .into_iter()
-            .filter(|ask| !matches!(ask, Ask::Renew | Ask::Complete))
+            .filter(|kind| !matches!(kind, OperationKind::Renew | OperationKind::Complete))
         {
             rows.push(row(
                 "bare: failure",
                 given,
-                bare(ask),
+                bare(kind),
                 Verdict::Applied,
                 Marker::Absent,
             ));

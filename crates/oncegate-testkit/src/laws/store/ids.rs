@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use oncegate_core::marker::{Ask, Attempts, Fingerprint, Marker, Operation, Verdict};
+use oncegate_core::marker::{Attempts, Fingerprint, Marker, Operation, OperationKind, Verdict};
 use oncegate_core::{Key, MessageId, Scope, Store};
 
 use crate::laws::fixtures::{
@@ -163,10 +163,10 @@ async fn check_distinct_markers(store: &dyn Store, keys: Vec<Key>) {
     let claimant = |it: usize| {
         Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).fingerprint(Some(Fingerprint::new(it as u64)))
     };
-    let every = |ask: &dyn Fn(usize, &Key) -> Operation| -> Vec<Operation> {
+    let every = |operation_of: &dyn Fn(usize, &Key) -> Operation| -> Vec<Operation> {
         keys.iter()
             .enumerate()
-            .map(|(it, key)| ask(it, key))
+            .map(|(it, key)| operation_of(it, key))
             .collect()
     };
     let expect = |received: Vec<Verdict>, expected: Verdict| {
@@ -176,7 +176,11 @@ async fn check_distinct_markers(store: &dyn Store, keys: Vec<Key>) {
     };
     // One at a time: each key has no marker although all earlier ones have one.
     for (it, key) in keys.iter().enumerate() {
-        let received = verdicts(store, &[claimant(it).operation(Ask::Complete, key)]).await;
+        let received = verdicts(
+            store,
+            &[claimant(it).operation(OperationKind::Complete, key)],
+        )
+        .await;
         assert_eq!(
             received,
             [DONE_WITH_LOST_MARKER],
@@ -192,7 +196,9 @@ async fn check_distinct_markers(store: &dyn Store, keys: Vec<Key>) {
     expect(
         verdicts(
             store,
-            &every(&|it, key| claimant(it).operation(Ask::Forget { seen: seen(it) }, key)),
+            &every(&|it, key| {
+                claimant(it).operation(OperationKind::Forget { seen: seen(it) }, key)
+            }),
         )
         .await,
         Verdict::Applied,

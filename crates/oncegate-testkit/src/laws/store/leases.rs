@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Attempts, Marker, Operation, Token, Verdict};
+use oncegate_core::marker::{Attempts, Marker, Operation, OperationKind, Token, Verdict};
 use oncegate_core::{Guarantee, Key, Store};
 
 use crate::laws::fixtures::{
@@ -79,7 +79,7 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
     let not_renewed = key("not renewed");
     let doubt = |key: &Key| {
         [
-            Claimant::new(AT_MOST_ONCE, OTHER_TOKEN, 1).operation(Ask::Doubt, key),
+            Claimant::new(AT_MOST_ONCE, OTHER_TOKEN, 1).operation(OperationKind::Doubt, key),
             reconciler.claim(key),
         ]
     };
@@ -98,9 +98,9 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
     tokio::time::sleep(LEASE / 2).await;
 
     let again = [
-        holder.operation(Ask::Renew, &renewed),
+        holder.operation(OperationKind::Renew, &renewed),
         holder.claim(&claimed_again),
-        reconciler.operation(Ask::Renew, &doubt_renewed),
+        reconciler.operation(OperationKind::Renew, &doubt_renewed),
         reconciler.claim(&doubt_claimed_again),
     ];
     // The leases restart between now and the answer.
@@ -147,14 +147,14 @@ pub async fn an_operation_without_effect_does_not_extend_a_lease(store: Arc<dyn 
     let claimed = Instant::now();
     let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 1).lease(LONG_LEASE);
     let without_effect = [
-        Ask::Renew,
-        Ask::Complete,
-        Ask::Doubt,
-        Ask::Forget {
+        OperationKind::Renew,
+        OperationKind::Complete,
+        OperationKind::Doubt,
+        OperationKind::Forget {
             seen: Marker::Done(None),
         },
     ]
-    .map(|ask| another.operation(ask, &key));
+    .map(|kind| another.operation(kind, &key));
     while claimed.elapsed() < LEASE * 3 / 4 {
         let received = verdicts(&*store, &without_effect).await;
         assert_eq!(received, [Verdict::Lost; 4]);
@@ -181,7 +181,7 @@ pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
         (EFFECTIVELY_ONCE, Verdict::Granted(TAKEN_OVER)),
     ];
     for (guarantee, taken) in terms {
-        let ask = |name: &str, holders: Duration, readers: Duration| {
+        let claims_of = |name: &str, holders: Duration, readers: Duration| {
             let key = key(format!("{name}-{guarantee:?}"));
             (
                 Claimant::new(guarantee, OWN_TOKEN, 1)
@@ -192,8 +192,8 @@ pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
                     .claim(&key),
             )
         };
-        let (long_held, read) = ask("short reader", LONG_LEASE, Duration::from_millis(1));
-        let (short_held, long_reader) = ask("long reader", SHORT_LEASE, LONG_LEASE);
+        let (long_held, read) = claims_of("short reader", LONG_LEASE, Duration::from_millis(1));
+        let (short_held, long_reader) = claims_of("long reader", SHORT_LEASE, LONG_LEASE);
         assert_eq!(
             verdicts(&*store, &[long_held, short_held]).await,
             [granted(1); 2]

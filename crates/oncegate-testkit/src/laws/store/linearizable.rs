@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Effect, Marker, Operation, Token, Verdict};
+use oncegate_core::marker::{Effect, Marker, Operation, OperationKind, Token, Verdict};
 use oncegate_core::{Key, Store, StoreError};
 use tokio::sync::Barrier;
 
@@ -147,7 +147,7 @@ impl RandomClient {
         for _ in 0..BATCHES {
             let index = self.random.usize(..KEYS);
             // Sometimes both keys in one batch.
-            let batch: Vec<(usize, Claimant, Ask)> = if self.random.u8(..3) == 0 {
+            let batch: Vec<(usize, Claimant, OperationKind)> = if self.random.u8(..3) == 0 {
                 (0..KEYS)
                     .map(|index| self.random_operation(index))
                     .collect()
@@ -156,7 +156,7 @@ impl RandomClient {
             };
             let operations: Vec<Operation> = batch
                 .iter()
-                .map(|(index, claimant, ask)| claimant.operation(*ask, &self.keys[*index]))
+                .map(|(index, claimant, kind)| claimant.operation(*kind, &self.keys[*index]))
                 .collect();
             let (answers, during) = timed_answers(store, &operations).await;
             for (((index, claimant, _), operation), answer) in
@@ -184,7 +184,7 @@ impl RandomClient {
         events
     }
 
-    fn random_operation(&mut self, index: usize) -> (usize, Claimant, Ask) {
+    fn random_operation(&mut self, index: usize) -> (usize, Claimant, OperationKind) {
         let grants = &self.grants[index];
         let grant = if self.random.u8(..4) == 0 {
             self.random.choice(grants)
@@ -197,7 +197,7 @@ impl RandomClient {
                 *grant,
                 HOLDER_OPERATIONS[self.random.usize(..HOLDER_OPERATIONS.len())],
             ),
-            (Some(grant), 6) => (index, *grant, Ask::Claim),
+            (Some(grant), 6) => (index, *grant, OperationKind::Claim),
             (Some(grant), 7) => {
                 let attempt = grant.attempt;
                 let seen = [
@@ -207,16 +207,16 @@ impl RandomClient {
                     rejected(attempt, None),
                 ];
                 let effect = [Effect::Nothing, Effect::Unknown][self.random.usize(..2)];
-                let ask = match self.random.usize(..8) {
-                    which @ 0..4 => Ask::Redrive {
+                let kind = match self.random.usize(..8) {
+                    which @ 0..4 => OperationKind::Redrive {
                         seen: seen[which],
                         effect,
                     },
-                    _ => Ask::Forget {
+                    _ => OperationKind::Forget {
                         seen: Marker::Done(None),
                     },
                 };
-                (index, *grant, ask)
+                (index, *grant, kind)
             }
             _ => {
                 self.claim_count += 1;
@@ -229,7 +229,7 @@ impl RandomClient {
                 (
                     index,
                     Claimant::new(BOTH_GUARANTEES[self.random.usize(..2)], token, 0).lease(lease),
-                    Ask::Claim,
+                    OperationKind::Claim,
                 )
             }
         }
@@ -311,12 +311,12 @@ fn render(start: Instant, events: &[ObservedCall]) -> String {
     events.sort_by_key(|event| event.during.from);
     let at = |moment: Instant| moment.saturating_duration_since(start).as_micros();
     events.into_iter().fold(String::new(), |mut text, event| {
-        let ObservedCall { client, operation: Operation { ask, token, attempt, terms, .. }, during, verdict } = event;
+        let ObservedCall { client, operation: Operation { kind, token, attempt, terms, .. }, during, verdict } = event;
         let (from, to, mode, lease) = (at(during.from), at(during.to), terms.guarantee, terms.lease);
         // Writing to a String cannot fail.
         let _ = writeln!(
             text,
-            "{from:>8} to {to:>8}: client {client} {ask:?} by {token:x?}, attempt {attempt}, {mode:?}, {lease:?}: {verdict:?}"
+            "{from:>8} to {to:>8}: client {client} {kind:?} by {token:x?}, attempt {attempt}, {mode:?}, {lease:?}: {verdict:?}"
         );
         text
     })
@@ -329,14 +329,22 @@ mod tests {
 
     /// Operations on one key by several claims: token, operation, time of request, time of reply,
     /// verdict.
-    fn events(rows: &[(u128, Ask, u64, u64, Option<Verdict>)]) -> (Instant, Vec<ObservedCall>) {
+    fn events(
+        rows: &[(u128, OperationKind, u64, u64, Option<Verdict>)],
+    ) -> (Instant, Vec<ObservedCall>) {
         let start = Instant::now();
         let at = |ms: u64| start + Duration::from_millis(ms);
-        let event = |(token, ask, from, to, verdict): &(u128, Ask, u64, u64, Option<Verdict>)| {
+        let event = |(token, kind, from, to, verdict): &(
+            u128,
+            OperationKind,
+            u64,
+            u64,
+            Option<Verdict>,
+        )| {
             ObservedCall {
                 client: *token as usize,
                 operation: Claimant::new(EFFECTIVELY_ONCE, Token(*token), 1)
-                    .operation(*ask, &key("k")),
+                    .operation(*kind, &key("k")),
                 during: Span {
                     from: at(*from),
                     to: at(*to),
@@ -347,7 +355,7 @@ mod tests {
         (start, rows.iter().map(event).collect())
     }
 
-    fn order(rows: &[(u128, Ask, u64, u64, Option<Verdict>)]) -> Option<Linearization> {
+    fn order(rows: &[(u128, OperationKind, u64, u64, Option<Verdict>)]) -> Option<Linearization> {
         let (start, events) = events(rows);
         find_order(start, &events)
     }
@@ -362,10 +370,16 @@ mod tests {
             })
         };
         let claimed = [
-            (1, Ask::Claim, 0, 100, GRANTED),
-            (2, Ask::Withdraw, 60, 61, Some(Verdict::Lost)),
+            (1, OperationKind::Claim, 0, 100, GRANTED),
+            (2, OperationKind::Withdraw, 60, 61, Some(Verdict::Lost)),
         ];
-        let then = |verdict| [&claimed[..], &[(3, Ask::Claim, 101, 102, verdict)]].concat();
+        let then = |verdict| {
+            [
+                &claimed[..],
+                &[(3, OperationKind::Claim, 101, 102, verdict)],
+            ]
+            .concat()
+        };
         assert_eq!(order(&then(busy(100))), Some(Linearization::Found));
         assert_eq!(order(&then(busy(130))), Some(Linearization::NotFound));
     }
@@ -378,17 +392,23 @@ mod tests {
     #[test]
     fn only_overlapping_operations_may_have_either_order() {
         assert_eq!(
-            order(&[(1, Ask::Claim, 0, 5, BUSY), (2, Ask::Claim, 1, 6, GRANTED)]),
+            order(&[
+                (1, OperationKind::Claim, 0, 5, BUSY),
+                (2, OperationKind::Claim, 1, 6, GRANTED)
+            ]),
             Some(Linearization::Found)
         );
         assert_eq!(
-            order(&[(1, Ask::Claim, 0, 5, BUSY), (2, Ask::Claim, 6, 9, GRANTED)]),
+            order(&[
+                (1, OperationKind::Claim, 0, 5, BUSY),
+                (2, OperationKind::Claim, 6, 9, GRANTED)
+            ]),
             Some(Linearization::NotFound)
         );
         assert_eq!(
             order(&[
-                (1, Ask::Claim, 0, 5, GRANTED),
-                (2, Ask::Claim, 1, 6, GRANTED)
+                (1, OperationKind::Claim, 0, 5, GRANTED),
+                (2, OperationKind::Claim, 1, 6, GRANTED)
             ]),
             Some(Linearization::NotFound)
         );
@@ -396,21 +416,24 @@ mod tests {
 
     #[test]
     fn an_operation_without_a_reply_may_have_been_applied_or_not() {
-        let claims = [(1, Ask::Claim, 0, 9, None), (2, Ask::Claim, 1, 3, GRANTED)];
+        let claims = [
+            (1, OperationKind::Claim, 0, 9, None),
+            (2, OperationKind::Claim, 1, 3, GRANTED),
+        ];
         assert_eq!(order(&claims), Some(Linearization::Found));
         assert_eq!(
-            order(&[claims[0], (2, Ask::Claim, 1, 3, BUSY)]),
+            order(&[claims[0], (2, OperationKind::Claim, 1, 3, BUSY)]),
             Some(Linearization::Found)
         );
         assert_eq!(
-            order(&[(2, Ask::Claim, 1, 3, BUSY)]),
+            order(&[(2, OperationKind::Claim, 1, 3, BUSY)]),
             Some(Linearization::NotFound)
         );
         assert_eq!(
             order(&[
                 claims[0],
-                (1, Ask::Complete, 4, 5, Some(DONE)),
-                (2, Ask::Claim, 6, 7, BUSY)
+                (1, OperationKind::Complete, 4, 5, Some(DONE)),
+                (2, OperationKind::Claim, 6, 7, BUSY)
             ]),
             Some(Linearization::NotFound)
         );

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Ask, Attempts, Effect, Guarantee, Operation, Token, Verdict};
+use oncegate_core::marker::{
+    Attempts, Effect, Guarantee, Operation, OperationKind, Token, Verdict,
+};
 use oncegate_core::{Key, Store};
 
 use crate::laws::fixtures::{
@@ -27,14 +29,14 @@ struct FinishedKey {
 
 fn finished_key(
     name: &str,
-    operations: &[(Claimant, Ask)],
+    operations: &[(Claimant, OperationKind)],
     claimer: Guarantee,
     is_expected: fn(&Verdict) -> bool,
 ) -> FinishedKey {
     let key = key(name);
     let setup = operations
         .iter()
-        .map(|(claimant, ask)| claimant.operation(*ask, &key))
+        .map(|(claimant, kind)| claimant.operation(*kind, &key))
         .collect();
     FinishedKey {
         claim: Claimant::new(claimer, Token(99), 0)
@@ -61,48 +63,57 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
         finished_key(
             "done",
             &[
-                (effectively_once, Ask::Claim),
-                (effectively_once, Ask::Complete),
+                (effectively_once, OperationKind::Claim),
+                (effectively_once, OperationKind::Complete),
             ],
             EFFECTIVELY_ONCE,
             |it| *it == Verdict::Duplicate,
         ),
         finished_key(
             "done at most once",
-            &[(at_most_once, Ask::Claim), (at_most_once, Ask::Complete)],
+            &[
+                (at_most_once, OperationKind::Claim),
+                (at_most_once, OperationKind::Complete),
+            ],
             AT_MOST_ONCE,
             |it| *it == Verdict::Duplicate,
         ),
         finished_key(
             "done, body",
-            &[(effectively_once.fingerprint(fingerprint(8)), Ask::Complete)],
+            &[(
+                effectively_once.fingerprint(fingerprint(8)),
+                OperationKind::Complete,
+            )],
             EFFECTIVELY_ONCE,
             |it| *it == Verdict::Conflict,
         ),
         finished_key(
             "bare",
-            &[(claimant(Guarantee::Bare, 1), Ask::Claim)],
+            &[(claimant(Guarantee::Bare, 1), OperationKind::Claim)],
             Guarantee::Bare,
             |it| *it == Verdict::Duplicate,
         ),
         finished_key(
             "rejected",
             &[
-                (at_most_once, Ask::Claim),
-                (at_most_once, Ask::Reject(Effect::Unknown)),
+                (at_most_once, OperationKind::Claim),
+                (at_most_once, OperationKind::Reject(Effect::Unknown)),
             ],
             AT_MOST_ONCE,
             |it| *it == Verdict::Rejected { attempt: 1 },
         ),
         finished_key(
             "in progress",
-            &[(effectively_once.lease(LONG_LEASE), Ask::Claim)],
+            &[(effectively_once.lease(LONG_LEASE), OperationKind::Claim)],
             EFFECTIVELY_ONCE,
             is_busy,
         ),
         finished_key(
             "in doubt",
-            &[(effectively_once.fingerprint(fingerprint(8)), Ask::Doubt)],
+            &[(
+                effectively_once.fingerprint(fingerprint(8)),
+                OperationKind::Doubt,
+            )],
             EFFECTIVELY_ONCE,
             |it| *it == Verdict::Conflict,
         ),
@@ -114,7 +125,7 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
     let clear = |key: &Key| {
         [
             effectively_once.claim(key),
-            effectively_once.operation(Ask::Clear(Effect::Unknown), key),
+            effectively_once.operation(OperationKind::Clear(Effect::Unknown), key),
         ]
     };
     let setup: Vec<Operation> = setup
@@ -150,7 +161,7 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
         attempt: 1,
         ..effectively_once
     }
-    .operation(Ask::Renew, &all[5].key);
+    .operation(OperationKind::Renew, &all[5].key);
     assert_eq!(
         verdict(&*store, late).await,
         Verdict::Lost,
@@ -174,7 +185,7 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
     assert_eq!(verdict(&*store, expired.claim(&key)).await, granted(1));
     tokio::time::sleep(MIN_WINDOW + CLOCK_TOLERANCE).await;
     assert_eq!(
-        verdict(&*store, expired.operation(Ask::Complete, &key)).await,
+        verdict(&*store, expired.operation(OperationKind::Complete, &key)).await,
         DONE_WITH_LOST_MARKER
     );
 }
@@ -183,9 +194,10 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
 pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn Store>) {
     let (done, rejected) = (key("done"), key("rejected"));
     let claimant = |of| Claimant::new(of, OWN_TOKEN, 1).window(MIN_WINDOW);
-    let reject = claimant(AT_MOST_ONCE).operation(Ask::Reject(Effect::Nothing), &rejected);
+    let reject =
+        claimant(AT_MOST_ONCE).operation(OperationKind::Reject(Effect::Nothing), &rejected);
     let setup = [
-        claimant(EFFECTIVELY_ONCE).operation(Ask::Complete, &done),
+        claimant(EFFECTIVELY_ONCE).operation(OperationKind::Complete, &done),
         claimant(AT_MOST_ONCE).claim(&rejected),
         reject,
     ];
@@ -200,8 +212,8 @@ pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn
         .flat_map(|key| {
             [
                 another.claim(key),
-                another.operation(Ask::Complete, key),
-                another.operation(Ask::Renew, key),
+                another.operation(OperationKind::Complete, key),
+                another.operation(OperationKind::Renew, key),
             ]
         })
         .collect();
@@ -235,15 +247,20 @@ pub async fn every_write_restarts_the_window(store: Arc<dyn Store>) {
         .window(MIN_WINDOW);
     let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0);
     let cases = [
-        ("renewed", Ask::Renew, Verdict::Applied),
-        ("claimed again", Ask::Claim, granted(1)),
-        ("doubted", Ask::Doubt, Verdict::Applied),
-        ("cleared", Ask::Clear(Effect::Unknown), Verdict::Applied),
-        ("completed", Ask::Complete, DONE),
+        ("renewed", OperationKind::Renew, Verdict::Applied),
+        ("claimed again", OperationKind::Claim, granted(1)),
+        ("doubted", OperationKind::Doubt, Verdict::Applied),
+        (
+            "cleared",
+            OperationKind::Clear(Effect::Unknown),
+            Verdict::Applied,
+        ),
+        ("completed", OperationKind::Complete, DONE),
     ];
-    let all = |ask: &dyn Fn(&(&str, Ask, Verdict)) -> Operation| -> Vec<Operation> {
-        cases.iter().map(ask).collect()
-    };
+    let all =
+        |operation_of: &dyn Fn(&(&str, OperationKind, Verdict)) -> Operation| -> Vec<Operation> {
+            cases.iter().map(operation_of).collect()
+        };
     let before = Instant::now();
     assert_eq!(
         verdicts(&*store, &all(&|(name, _, _)| claimant.claim(&key(name)))).await,
@@ -253,7 +270,7 @@ pub async fn every_write_restarts_the_window(store: Arc<dyn Store>) {
     let sent = Instant::now();
     let received = verdicts(
         &*store,
-        &all(&|(name, ask, _)| claimant.operation(*ask, &key(name))),
+        &all(&|(name, kind, _)| claimant.operation(*kind, &key(name))),
     )
     .await;
     if before.elapsed() + CLOCK_TOLERANCE > MIN_WINDOW {
@@ -323,17 +340,17 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
         ),
     ];
     let writes = [
-        ("renewed", Ask::Renew, Verdict::Applied),
-        ("claimed again", Ask::Claim, granted(1)),
-        ("doubted", Ask::Doubt, Verdict::Applied),
+        ("renewed", OperationKind::Renew, Verdict::Applied),
+        ("claimed again", OperationKind::Claim, granted(1)),
+        ("doubted", OperationKind::Doubt, Verdict::Applied),
     ];
     let (mut operations, mut expected, mut all) = (Vec::new(), Vec::new(), Vec::new());
     for (change, holder, repeated, is_kept) in cases {
-        for (write, ask, verdict) in writes {
+        for (write, kind, verdict) in writes {
             let key = key(format!("{write} {change}"));
-            operations.extend([holder.claim(&key), repeated.operation(ask, &key)]);
+            operations.extend([holder.claim(&key), repeated.operation(kind, &key)]);
             expected.extend([granted(1), verdict]);
-            all.push((key, ask, is_kept));
+            all.push((key, kind, is_kept));
         }
     }
     let before = Instant::now();
@@ -345,10 +362,10 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
     tokio::time::sleep(MIN_WINDOW + CLOCK_TOLERANCE).await;
     let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0);
     let claims: Vec<Operation> = all.iter().map(|(key, ..)| another.claim(key)).collect();
-    for ((key, ask, is_kept), received) in all.iter().zip(verdicts(&*store, &claims).await) {
-        let is_expected = match (is_kept, ask) {
+    for ((key, kind, is_kept), received) in all.iter().zip(verdicts(&*store, &claims).await) {
+        let is_expected = match (is_kept, kind) {
             (false, _) => received == granted(1),
-            (true, Ask::Doubt) => received == Verdict::InDoubt(DOUBTED_ONCE),
+            (true, OperationKind::Doubt) => received == Verdict::InDoubt(DOUBTED_ONCE),
             (true, _) => matches!(received, Verdict::Busy { .. }),
         };
         assert!(
@@ -379,11 +396,11 @@ pub async fn an_unresolved_at_most_once_marker_outlives_the_window(store: Arc<dy
     let setup = [
         at_most_once.claim(&running),
         at_most_once.claim(&doubted),
-        at_most_once.operation(Ask::Doubt, &doubted),
+        at_most_once.operation(OperationKind::Doubt, &doubted),
         brief(EFFECTIVELY_ONCE, 1, 1).claim(&taken),
         at_most_once.claim(&reversed),
         at_most_once.claim(&renewed),
-        at_most_once.operation(Ask::Renew, &renewed),
+        at_most_once.operation(OperationKind::Renew, &renewed),
         at_most_once.claim(&late),
     ];
     let before = Instant::now();
@@ -420,7 +437,11 @@ pub async fn an_unresolved_at_most_once_marker_outlives_the_window(store: Arc<dy
     .map(Verdict::InDoubt);
     assert_eq!(verdicts(&*store, &claims).await, expected);
     assert_eq!(
-        verdict(&*store, at_most_once.operation(Ask::Complete, &late)).await,
+        verdict(
+            &*store,
+            at_most_once.operation(OperationKind::Complete, &late)
+        )
+        .await,
         DONE,
         "the marker still has its holder"
     );
@@ -437,7 +458,7 @@ pub async fn a_window_may_be_long(store: Arc<dyn Store>) {
             &*store,
             &[
                 claimer.claim(&key),
-                completer.operation(Ask::Complete, &key)
+                completer.operation(OperationKind::Complete, &key)
             ]
         )
         .await,

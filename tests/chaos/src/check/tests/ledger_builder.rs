@@ -77,7 +77,7 @@ impl LedgerBuilder {
         ms: u64,
         by: &str,
         id: &str,
-        ask: StoreOperation,
+        operation: StoreOperation,
         verdict: &str,
     ) -> Self {
         self.at(
@@ -85,7 +85,7 @@ impl LedgerBuilder {
             by,
             What::Answered {
                 id: id.into(),
-                ask,
+                operation,
                 verdict: verdict.into(),
             },
         )
