@@ -102,8 +102,15 @@ impl DoctorFindings {
             "settings-refused",
             section,
             error.to_string(),
-            "correct it; a consumer with this configuration does not start, so its servers were not checked",
+            "correct it; a consumer with this configuration does not start, so the broker was not checked",
         );
+    }
+
+    /// Whether [`add_refused_settings`](Self::add_refused_settings) was called for this section.
+    #[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+    fn are_settings_refused(&self, section: &str) -> bool {
+        let mut findings = self.0.iter();
+        findings.any(|finding| finding.code == "settings-refused" && finding.at == section)
     }
 
     /// Replaces the remedy of the last finding with this code, and appends `more` to its problem.
@@ -218,11 +225,17 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
         match broker {
             #[cfg(feature = "kafka")]
             Broker::Kafka => {
-                note("Kafka", kafka::check(config, &mut findings).await);
+                let checked = kafka::check(config, &mut findings).await;
+                if !findings.are_settings_refused("[kafka]") {
+                    note("Kafka", checked);
+                }
             }
             #[cfg(feature = "rabbitmq")]
             Broker::Rabbitmq => {
-                note("RabbitMQ", rabbitmq::check(config, &mut findings).await);
+                let checked = rabbitmq::check(config, &mut findings).await;
+                if !findings.are_settings_refused("[rabbitmq]") {
+                    note("RabbitMQ", checked);
+                }
             }
             #[allow(unreachable_patterns)]
             broker => note(broker.name(), Err(broker.missing_feature_error())),

@@ -193,7 +193,8 @@ fn display_value(redaction: Redaction, value: &SettingValue) -> serde_json::Valu
 const HIDDEN: &str = "***";
 
 /// A URL with the text between the user and the last `@` hidden, since a password may contain any
-/// character, and with the query hidden, which may contain a password.
+/// character, and with the query hidden, which may contain a password. If an `@` follows a `?`, it
+/// may belong to either of them, and all is hidden but the scheme.
 pub(crate) fn without_password(url: &str) -> String {
     let from = url.find("://").map_or(0, |at| at + 3);
     let Some(to) = url.rfind('@').filter(|to| *to >= from) else {
@@ -201,6 +202,9 @@ pub(crate) fn without_password(url: &str) -> String {
             .split_once('?')
             .map_or_else(|| url.to_owned(), |(before, _)| format!("{before}?***"));
     };
+    if url[from..to].contains('?') {
+        return format!("{}{HIDDEN}", &url[..from]);
+    }
     let user = url[from..to].split(':').next().unwrap_or_default();
     let host_and_path = url[to..].split('?').next().unwrap_or_default();
     format!("{}{user}:***{host_and_path}", &url[..from])

@@ -130,6 +130,13 @@ fn passwords_are_read_from_files_and_variables_and_never_shown() {
         output.out.contains("redis://:***@host2:2") && output.out.contains("ONCEGATE_STORE_URL"),
         "a variable overrides the file: {output:?}"
     );
+    for url in ["redis://host/?password=s3cr@3t", "redis://:s3cr?3t@host/"] {
+        let output = cli
+            .run_with(&["config", "print"], &[("ONCEGATE_STORE_URL", url)])
+            .exits_with(0)
+            .prints("redis://***");
+        assert!(!output.out.contains("3t"), "{output:?}");
+    }
     let properties = "sasl.username=you,ssl.key.password=s3cret,sasl.password=s3cret";
     let output = cli
         .run_with(
