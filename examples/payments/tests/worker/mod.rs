@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 const TEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The number of payments; about a tenth are sent twice.
-const PAYMENTS: usize = 3_000;
+const PAYMENTS: usize = 10_000;
 
 /// The program, and the lines that it writes to standard output and standard error.
 struct Worker {
