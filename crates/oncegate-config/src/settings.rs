@@ -145,7 +145,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     time(
         "store.timeout",
-        "how long a reply may take; 5s for an operator; for a consumer 500ms with Redis and 2s with another store",
+        "how long a reply may take; 5s for the command line; for a consumer 500ms with Redis and 2s with another store",
     ),
     number(
         "store.replicas",
@@ -185,7 +185,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     time(
         "gate.max-age",
-        "the maximum age of a message that counts as new if the store does not know its id; half the window by default",
+        "in at most once, the maximum age of a message that counts as new if the store does not know its id, otherwise only for a metric; half the window by default",
     ),
     time(
         "gate.lease",
@@ -225,7 +225,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     number(
         "gate.max-in-flight",
-        "maximum deliveries in flight per process; 512 by default",
+        "maximum deliveries in flight per process, plus as many whose completion is being recorded; 512 by default",
     ),
     number(
         "gate.max-in-flight-bytes",
@@ -396,7 +396,7 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "rabbitmq.delivery-counts",
         &["refused", "accepted"],
-        "whether commands accept a high delivery count: refused (the default) replaces such a dead letter by a copy; accepted, as --accept-delivery-counts, leaves it",
+        "whether reading commands leave messages that were read five times (accepted, as --accept-delivery-counts), or replace each by a copy, so that a delivery limit does not drop it (refused, the default)",
     ),
     text(
         "rabbitmq.ca-certificate",

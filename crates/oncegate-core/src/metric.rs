@@ -139,7 +139,7 @@ pub const METRICS: &[Metric] = &[
     Metric::gauge(
         IN_FLIGHT,
         &[],
-        "Deliveries in flight: being claimed, handled, or recorded by the store",
+        "Deliveries in flight: all unsettled ones that are not queued",
     ),
     Metric::gauge(
         WAITING,

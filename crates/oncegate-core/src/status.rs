@@ -52,7 +52,8 @@ pub(crate) struct StatusData {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ConsumerSnapshot {
-    /// Deliveries in flight: claimed, handled, or being recorded.
+    /// Deliveries in flight: all unsettled ones that are not queued, so also those that wait for
+    /// their next claim or for isolation.
     pub in_flight: usize,
     /// Deliveries that wait behind another of their key or partition, or for the end of their
     /// backoff after a failed attempt.
@@ -89,8 +90,8 @@ pub struct InFlightDelivery {
 #[non_exhaustive]
 pub enum DeliveryState {
     /// The end of another delivery of its key or partition, the end of its backoff after a failed
-    /// attempt, or, because two processes crashed while they handled it, its turn to run in
-    /// isolation.
+    /// attempt, or, because at least two processes crashed while they handled it, its turn to run
+    /// in isolation.
     Waiting,
     /// The store's answer to its claim.
     Claiming,
@@ -230,7 +231,7 @@ impl fmt::Debug for ConsumerStatus {
     }
 }
 
-/// One line of text: `pay-42 of payments/3 at 1042: handling for 12s, attempt 1`.
+/// One line of text: `pay-42 of payments/3 at 1042: handling, received 12s ago, attempt 1`.
 impl fmt::Display for InFlightDelivery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.id {
@@ -243,7 +244,7 @@ impl fmt::Display for InFlightDelivery {
         }
         write!(
             f,
-            ": {} for {}s",
+            ": {}, received {}s ago",
             self.state.as_str(),
             self.elapsed.as_secs()
         )?;

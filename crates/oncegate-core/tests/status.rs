@@ -103,7 +103,7 @@ async fn deliveries_are_listed_with_their_origin_state_and_attempt() {
         let shown = first.oldest[0].to_string();
         assert!(
             shown.starts_with("stuck-0 of payments")
-                && shown.contains("handling for ")
+                && shown.contains("handling, received ")
                 && shown.ends_with("attempt 1"),
             "{shown}"
         );

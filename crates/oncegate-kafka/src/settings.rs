@@ -51,7 +51,7 @@ pub struct Kafka {
     pub(crate) body_limit: usize,
     pub(crate) start: StartAt,
     pub(crate) out_of_range: OutOfRange,
-    drain_timeout: Duration,
+    revoke_drain_timeout: Duration,
     pub(crate) stalled_after: Duration,
     pub(crate) status: KafkaStatus,
     security: Security,
@@ -189,7 +189,7 @@ impl Kafka {
             body_limit: usize::MAX,
             start: StartAt::default(),
             out_of_range: OutOfRange::default(),
-            drain_timeout: DRAIN_TIMEOUT,
+            revoke_drain_timeout: DRAIN_TIMEOUT,
             stalled_after: STALLED_AFTER,
             status: KafkaStatus::new(),
             security: Security::default(),
@@ -263,9 +263,9 @@ impl Kafka {
 
     /// How long a rebalance waits for in-flight deliveries before their partition is revoked; 10 s
     /// by default, and at most a third of `max.poll.interval.ms`. Deliveries that are not settled
-    /// by then are redelivered to another member.
+    /// by then are redelivered.
     pub fn drain_on_revoke(mut self, bound: Duration) -> Self {
-        self.drain_timeout = bound;
+        self.revoke_drain_timeout = bound;
         self
     }
 

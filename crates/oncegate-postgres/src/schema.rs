@@ -13,7 +13,7 @@ pub(crate) const VERSION: i32 = 1;
 /// The settings of autovacuum are lower than PostgreSQL's, by which a fifth of the rows may be dead
 /// before it starts.
 const MIGRATIONS: [&str; VERSION as usize] = ["
-CREATE TABLE oncegate_markers ( -- what oncegate remembers, one row per id; times in milliseconds, by this server's clock
+CREATE TABLE oncegate_markers ( -- all stored markers, one row per id; times in milliseconds, by this server's clock
     key         text COLLATE \"C\" PRIMARY KEY, -- <id>, or <scope>|<id>
     expires     int8 NOT NULL, -- since 1970; the row counts as absent from then on
     state       int2 NOT NULL, -- 0 done, 1 cleared, 2 in progress, 3 in doubt, 4 in doubt and being reconciled, 5 rejected

@@ -14,13 +14,15 @@ use crate::client::context::SourceContext;
 use crate::protocol::topology::{QueuePurpose, QueueSpec, delay_queues, named_queues};
 use crate::settings::Topology;
 
-/// The queues for which the warning about other arguments was logged, with the broker's text. Queues
-/// are declared at each reconnect and with each retry of a copy, and the warning is logged once.
+/// The queues for which the warning was logged that their arguments are not those that oncegate
+/// declares, with the broker's text. Queues are declared at each reconnect and with each retry of a
+/// copy, and the warning is logged once.
 #[derive(Debug, Default)]
 pub(crate) struct MismatchLog(Lock<HashMap<ShortString, String>>);
 
 impl MismatchLog {
-    /// Whether to log that the queue has other arguments: the broker's text is new for this queue.
+    /// Whether to log that the queue has arguments other than those that oncegate declares: the
+    /// broker's text is new for this queue.
     pub(crate) fn is_new(&self, queue: &ShortString, text: &str) -> bool {
         let logged = self.lock().insert(queue.clone(), text.to_owned());
         logged.as_deref() != Some(text)

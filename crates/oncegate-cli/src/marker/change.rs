@@ -1,5 +1,6 @@
-//! `marker forget` and `marker complete`. Without `--yes` a change is only shown. It is recorded in
-//! the audit, and applied only if the marker is unchanged since it was read.
+//! `marker forget` and `marker complete`. Without `--yes` a change is only shown. With `--yes` it is
+//! recorded in the audit and applied: `forget` only if the marker is unchanged since it was read,
+//! `complete` unless another claim holds the id or the id was rejected meanwhile.
 
 use clap::Args;
 use oncegate::marker::{
@@ -32,6 +33,9 @@ impl ChangeArgs {
         ObservedMarker::read_marker(context, &MarkerStore::of(&context.config)?, id).await
     }
 }
+
+/// Why no marker of this module is [`MarkerState::Unreadable`].
+const UNREADABLE_IS_AN_ERROR: &str = "reading an unreadable marker is an error";
 
 /// The marker of an id, as it was read.
 pub(crate) struct ObservedMarker<'a> {
@@ -75,13 +79,16 @@ impl<'a> ObservedMarker<'a> {
         }
     }
 
-    /// Changes the marker if it is unchanged since it was read. If the change frees the id (lets it
-    /// be claimed again), later attempts are numbered above `last_attempt`, because the number is
-    /// the fencing token. `last_attempt` is the highest number in a dead letter or the audit; for a
-    /// done id, whose marker has no number, it is [`above_all_attempts`]; 0 if unknown.
+    /// Changes the marker. If the change frees the id (lets it be claimed again), later attempts
+    /// are numbered above `last_attempt`, because the number is the fencing token. `last_attempt`
+    /// is the highest number in a dead letter or the audit; for a done id, whose marker has no
+    /// number, it is [`above_all_attempts`]; 0 if it is unknown, or if the marker has it.
     ///
     /// # Errors
-    /// The store failed, or the marker changed meanwhile and nothing was written.
+    /// The store failed. Or nothing was written because the marker changed since it was read: a
+    /// change that frees the id is refused if it is another marker, a resolution if it is no longer
+    /// in doubt by the same claim, and a completion if another claim holds the id or if it was
+    /// rejected.
     pub(crate) async fn apply(
         &self,
         request: OperationKind,
@@ -165,7 +172,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
         MarkerState::Absent => return report_unchanged(context, "marker forget", &marker),
         MarkerState::Cleared => {
             return Err(CliError::incomplete(format!(
-                "{id} is cleared: it is already free to be claimed. Its attempt is kept, since an earlier run may not have ended; it expires with \
+                "{id} is cleared: it is already free to be claimed. Its attempt is kept, since an earlier run may not have ended; the marker expires with \
                  the window"
             )));
         }
@@ -177,7 +184,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
         }
         MarkerState::InProgress => {
             return Err(CliError::incomplete(format!(
-                "{id} is in-progress: a consumer may be handling it; wait until that ends"
+                "{id} is in progress: a consumer may be handling it; wait until that ends"
             )));
         }
         MarkerState::Lapsed => {
@@ -186,11 +193,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
                  letter, or record it as done with `oncegate marker complete`"
             )));
         }
-        MarkerState::Unreadable => {
-            return Err(CliError::incomplete(format!(
-                "{id} is unreadable: see `oncegate explain {id}`"
-            )));
-        }
+        MarkerState::Unreadable => unreachable!("{UNREADABLE_IS_AN_ERROR}"),
     };
     let last_attempt = match marker.state() {
         MarkerState::Done => above_all_attempts(Audit::of(context)?.highest_attempt(id).await?),
@@ -219,15 +222,14 @@ pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result
                 "{id} is rejected and will not run; `dead-letters drop` drops its dead letter"
             )));
         }
-        MarkerState::InProgress | MarkerState::Unreadable => {
+        MarkerState::InProgress => {
             return Err(CliError::incomplete(format!(
-                "{id} is {}: a consumer is handling it and will record the result",
-                marker.state().word()
+                "{id} is in progress: a consumer is handling it and will record the result"
             )));
         }
+        MarkerState::Unreadable => unreachable!("{UNREADABLE_IS_AN_ERROR}"),
     }
-    let consequence =
-        "would count as handled: a message with this id is accepted without a run for that long";
+    let consequence = "would count as handled: a message with this id is accepted without a run while the marker is done";
     let duration = Some(config::window_description(&context.config));
     let planned = MarkerChange {
         what: "marker complete",
@@ -286,7 +288,7 @@ async fn run(
             context.config.dedup_window(),
         );
         let text = format!(
-            "{}\n{what}: {} {consequence}. It would be {after}.{notice}",
+            "{}\n{what}: {} {consequence}. The marker would be {after}.{notice}",
             description.to_text(),
             marker.id
         );
@@ -347,7 +349,8 @@ async fn audit_notice(audit: &Audit, id: &MessageId) -> String {
         _ => format!("{named} earlier actions"),
     };
     format!(
-        "\nThe audit still names it, in {actions}: \"Erase an id\" in the book describes how to remove them."
+        "\nThe audit still names the id, in {actions}; to remove them, see \
+         https://github.com/oncegate/oncegate/blob/main/docs/src/operating.md#erase-an-id"
     )
 }
 

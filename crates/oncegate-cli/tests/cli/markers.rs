@@ -253,7 +253,7 @@ async fn completed_ids_do_not_run() {
     write_one_marker_per_state(&cli).await;
     cli.run(&["marker", "complete", "unknown", "--dry-run"])
         .exits_with(0)
-        .prints("It would be done");
+        .prints("The marker would be done");
     cli.run(&["marker", "complete", "unknown"])
         .exits_with(4)
         .prints("would count as handled");
@@ -485,7 +485,7 @@ async fn actions_report_how_long_they_last() {
     let cli = TestCli::new();
     cli.run(&["marker", "complete", "a"])
         .exits_with(4)
-        .prints("It would be done for 1 d, the default.");
+        .prints("The marker would be done for 1 d, the default.");
     cli.run(&["marker", "complete", "a", "--yes"])
         .exits_with(0)
         .prints("for 1 d, the default");
@@ -513,7 +513,7 @@ async fn forgotten_ids_are_found_in_the_audit_by_id() {
             .collect();
         cli.run(&forget)
             .exits_with(code)
-            .prints("The audit still names it, in 1 earlier action: \"Erase an id\" in the book");
+            .prints("The audit still names the id, in 1 earlier action; to remove");
     }
     let audit = cli.json(&["audit", "--id", "anna@example.org"]);
     assert_eq!(audit.as_array().map(Vec::len), Some(2));

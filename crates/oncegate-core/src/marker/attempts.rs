@@ -5,14 +5,17 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Attempts {
     /// The number of the last attempt, from 1: the fencing token, which a handler passes to its
-    /// sink (the system in which it causes its effect). Later attempts have higher numbers, also
-    /// after an unknown outcome and after an operator has freed the id.
+    /// sink (the system in which it causes its effect). While the marker exists, later attempts
+    /// have higher numbers, also after an unknown outcome and after an operator has freed the id.
+    /// If attempt 1 is cleared, rejected or withdrawn without an effect, the marker is deleted
+    /// (except when at most once rejects), and the next attempt is 1 again.
     pub number: u32,
-    /// How many of the attempts do not count towards `max_attempts`. A grant in doubt, a crash and
-    /// a withdrawn grant add one each; a redrive sets this to `number`.
+    /// How many of the attempts do not count towards `max_attempts`. A grant in doubt, a crash in
+    /// `handle`, and a withdrawn grant whose marker is kept add one each; a crash in `reconcile`
+    /// adds only to `crashes`. A redrive or a forget sets this to `number`.
     pub base: u32,
-    /// How many leases ended without a recorded outcome since the last redrive: the process
-    /// crashed, or lost its connection to the store.
+    /// How many leases ended without a recorded outcome since the last redrive or forget: the
+    /// process crashed, or lost its connection to the store.
     pub crashes: u32,
 }
 

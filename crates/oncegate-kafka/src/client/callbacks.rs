@@ -36,7 +36,7 @@ pub(crate) struct CallbackContext {
     /// The time budget for all requests of one rebalance.
     pub(super) request_budget: Duration,
     /// How long a revocation waits for unsettled deliveries.
-    pub(super) drain_timeout: Duration,
+    pub(super) revoke_drain_timeout: Duration,
     /// The queue that messages are read from. `None` until the polling loop of this client starts,
     /// and once the client closes. The queue holds the consumer, so the queue is removed before the
     /// consumer is dropped.
@@ -63,7 +63,7 @@ impl CallbackContext {
             out_of_range: kafka.out_of_range_policy(),
             topics: TopicIds::default(),
             request_budget: kafka.rebalance_step_limit(),
-            drain_timeout: kafka.drain_timeout(),
+            revoke_drain_timeout: kafka.revoke_drain_timeout(),
             queue: Lock::default(),
             last_error: Lock::default(),
             connection_errors,

@@ -149,8 +149,8 @@ fn serve_client(
 }
 
 /// Waits for unsettled deliveries up to the drain timeout, commits, and closes the client. Messages
-/// that are still unsettled are redelivered to the next owner of their partitions. A client that
-/// does not close in time continues to close on another thread.
+/// that are still unsettled are redelivered. A client that does not close in time continues to close
+/// on another thread.
 fn replace_client(consumer: Arc<GroupConsumer>, shared: &SharedState) -> ClientExit {
     let mut state = shared.lock();
     // A client that does not reach its group coordinator can neither commit nor leave.

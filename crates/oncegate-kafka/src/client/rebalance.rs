@@ -174,7 +174,7 @@ impl CallbackContext {
     /// Waits until every delivery of these assignments is settled or released, up to
     /// `drain_on_revoke`. Other partitions are read while it waits.
     pub(super) fn drain(&self, epochs: &[u64]) {
-        let end = Instant::now() + self.drain_timeout;
+        let end = Instant::now() + self.revoke_drain_timeout;
         while Instant::now() < end {
             let state = self.shared.lock();
             if state.phase() >= SourcePhase::Closing || state.handed_out(epochs) == 0 {
@@ -188,8 +188,8 @@ impl CallbackContext {
         tracing::warn!(
             group = self.group,
             unsettled,
-            timeout = ?self.drain_timeout,
-            "drain_on_revoke exceeded, abandoning unsettled deliveries; they are redelivered to the next owner of their partitions; raise .drain_on_revoke(…) if handlers take longer"
+            timeout = ?self.revoke_drain_timeout,
+            "drain_on_revoke exceeded, abandoning unsettled deliveries; they are redelivered; if handlers take longer, raise .drain_on_revoke(…), which is capped at a third of max.poll.interval.ms"
         );
     }
 

@@ -42,7 +42,7 @@ pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<C
     let mut client = match new_client() {
         Ok(client) => client,
         Err(error) => {
-            return tracing::error!(%error, "cannot create the watching kafka client; lag is not reported and stalled partitions are not detected; check the limits of the process for memory, threads and open files, and restart it");
+            return tracing::error!(%error, "cannot create the kafka client that measures lag; lag is not reported and stalled partitions are not detected; check the limits of the process for memory, threads and open files, and restart it");
         }
     };
     let mut missing_topics = MissingTopics::new(kafka);
@@ -68,7 +68,7 @@ pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<C
             );
             missing_topics.check(&client, shared);
             last_check = Some(Instant::now());
-            // The watching client, too, may have lost its broker metadata.
+            // The second client, too, may have lost its broker metadata.
             if watch.got_no_answer()
                 && let Ok(replacement) = new_client()
             {
@@ -269,7 +269,7 @@ fn set_partition_gauges(topic: &str, partition: i32, lag: Option<u64>, age: Dura
     metrics::gauge!(crate::metric::COMMIT_BLOCKED, &labels).set(age.as_secs_f64());
 }
 
-/// The context of the watching client.
+/// The context of the second client.
 struct WatchContext(LogContext);
 
 impl rdkafka::ClientContext for WatchContext {

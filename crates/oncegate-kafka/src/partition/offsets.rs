@@ -44,7 +44,8 @@ impl DeliveredOffsets {
         self.end = self.end.max(Some(offset));
     }
 
-    /// One after the last offset that was delivered or skipped; `None` before the start.
+    /// One after the last offset that was delivered or skipped; `None` before the first delivery
+    /// or skip.
     pub(super) fn end(&self) -> Option<i64> {
         self.end
     }

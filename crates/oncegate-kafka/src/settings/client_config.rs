@@ -42,8 +42,8 @@ impl fmt::Display for SessionTimeout {
 impl Kafka {
     /// How long a rebalance waits for unsettled deliveries, at most a third of
     /// `max.poll.interval.ms`.
-    pub(crate) fn drain_timeout(&self) -> Duration {
-        self.drain_timeout.min(self.rebalance_step_limit())
+    pub(crate) fn revoke_drain_timeout(&self) -> Duration {
+        self.revoke_drain_timeout.min(self.rebalance_step_limit())
     }
 
     /// Time limit for each of the two slow parts of a rebalance, requests and draining: a third of
@@ -155,7 +155,7 @@ impl Kafka {
         config
     }
 
-    /// The configuration of the watching client, which joins no group.
+    /// The configuration of the second client, which measures lag and joins no group.
     pub(crate) fn watch_config(&self) -> ClientConfig {
         let mut config = self.config();
         config.set("isolation.level", "read_committed");

@@ -275,12 +275,15 @@ fn start_at_error_implies_out_of_range_error() {
 }
 
 #[test]
-fn the_drain_timeout_is_below_the_poll_interval() {
-    assert_eq!(valid_settings().drain_timeout(), Duration::from_secs(10));
+fn the_revoke_drain_timeout_is_below_the_poll_interval() {
+    assert_eq!(
+        valid_settings().revoke_drain_timeout(),
+        Duration::from_secs(10)
+    );
     assert_eq!(
         valid_settings()
             .property("max.poll.interval.ms", "6000")
-            .drain_timeout(),
+            .revoke_drain_timeout(),
         Duration::from_secs(2)
     );
 }

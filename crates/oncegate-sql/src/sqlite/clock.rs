@@ -135,7 +135,7 @@ fn report_jump(direction: &'static str, width: i64) {
     tracing::warn!(
         direction,
         ?by,
-        "the system clock jumped; leases and markers keep their duration; slew the clock with NTP"
+        "the system clock jumped; leases and markers may last longer, never shorter; slew the clock with NTP"
     );
 }
 

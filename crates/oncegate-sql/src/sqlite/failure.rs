@@ -7,7 +7,7 @@ use super::file::FileConfig;
 
 /// When an error occurred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TransactionStage {
+pub(crate) enum FailureStage {
     /// While the file was opened for the first time.
     Opening,
     /// After the file was opened once, and before a commit: the transaction is rolled back.
@@ -17,11 +17,7 @@ pub(crate) enum TransactionStage {
 }
 
 /// Converts an error of SQLite.
-pub(crate) fn of(
-    error: rusqlite::Error,
-    stage: TransactionStage,
-    config: &FileConfig,
-) -> StoreFailure {
+pub(crate) fn of(error: rusqlite::Error, stage: FailureStage, config: &FileConfig) -> StoreFailure {
     use ErrorCode::*;
     let file = config.name();
     let text = match error.sqlite_error_code() {
@@ -32,7 +28,7 @@ pub(crate) fn of(
             );
             return StoreFailure::NotApplied(Problem::of(text, error)); // also during a commit, which is then rolled back
         }
-        Some(CannotOpen) if stage == TransactionStage::Opening => {
+        Some(CannotOpen) if stage == FailureStage::Opening => {
             return StoreFailure::Misconfigured(Problem::of(not_writable(&file), error));
         }
         Some(ReadOnly | PermissionDenied) => {
@@ -58,8 +54,8 @@ pub(crate) fn of(
     };
     let problem = Problem::of(text, error);
     match stage {
-        TransactionStage::Opening | TransactionStage::Working => StoreFailure::NotApplied(problem),
-        TransactionStage::Committing => StoreFailure::Unknown(problem),
+        FailureStage::Opening | FailureStage::Working => StoreFailure::NotApplied(problem),
+        FailureStage::Committing => StoreFailure::Unknown(problem),
     }
 }
 
@@ -91,9 +87,9 @@ mod tests {
             )
         };
         for stage in [
-            TransactionStage::Opening,
-            TransactionStage::Working,
-            TransactionStage::Committing,
+            FailureStage::Opening,
+            FailureStage::Working,
+            FailureStage::Committing,
         ] {
             assert!(matches!(
                 failure(ffi::SQLITE_BUSY_RECOVERY, stage),
@@ -119,26 +115,26 @@ mod tests {
         ] {
             assert!(
                 matches!(
-                    failure(code, TransactionStage::Working),
+                    failure(code, FailureStage::Working),
                     StoreFailure::NotApplied(_)
                 ),
                 "{code}"
             );
             assert!(
                 matches!(
-                    failure(code, TransactionStage::Committing),
+                    failure(code, FailureStage::Committing),
                     StoreFailure::Unknown(_)
                 ),
                 "{code}"
             );
         }
         assert!(matches!(
-            failure(ffi::SQLITE_CANTOPEN, TransactionStage::Opening),
+            failure(ffi::SQLITE_CANTOPEN, FailureStage::Opening),
             StoreFailure::Misconfigured(_)
         ));
         // Temporary after the first open, for example with too many open files.
         assert!(matches!(
-            failure(ffi::SQLITE_CANTOPEN, TransactionStage::Working),
+            failure(ffi::SQLITE_CANTOPEN, FailureStage::Working),
             StoreFailure::NotApplied(_)
         ));
     }

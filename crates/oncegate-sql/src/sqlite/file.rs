@@ -8,7 +8,7 @@ use rusqlite::config::DbConfig;
 use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavior};
 
 use super::Synchronous;
-use super::failure::{self, StoreFailure, TransactionStage};
+use super::failure::{self, FailureStage, StoreFailure};
 use super::marker_table::EXPIRED;
 use super::recent::{self, MergeLimits};
 use super::windows;
@@ -26,7 +26,7 @@ const COLUMNS: &str = "
     fingerprint INTEGER,          -- of the body, where bodies are compared
     attempt     INTEGER,          -- the number of the last attempt; NULL if done
     base        INTEGER,          -- how many attempts max_attempts does not count; from here on NULL if done or rejected
-    crashes     INTEGER,          -- holders whose lease ended without an outcome since the id was last redriven
+    crashes     INTEGER,          -- holders whose lease ended without an outcome since the id was last redriven or forgotten
     effect      INTEGER,          -- the effect of earlier attempts: 0 nothing, 1 unknown
     token       BLOB,             -- the claim that holds it
     lease       INTEGER,          -- how long after its last write no other claim is granted, in milliseconds
@@ -34,20 +34,20 @@ const COLUMNS: &str = "
     guarantee   INTEGER           -- 0 at most once, 1 effectively once, 2 bare
 ";
 
-/// The tables and the view of both.
+/// The tables, the views and the trigger.
 fn schema() -> String {
     let progress = recent::TABLE;
     format!(
         "
-CREATE TABLE merged_markers ( -- the markers except the latest, one row per id; times in milliseconds since 1970
+CREATE TABLE merged_markers ( -- markers in the order of their keys, one row per id, outdated if unmerged_markers has the key; times in milliseconds since 1970
     key         TEXT PRIMARY KEY, -- <id>, or <scope>|<id>{COLUMNS}) WITHOUT ROWID, STRICT;
-CREATE TABLE recent_markers ( -- the latest markers, in the order of their first writes
+CREATE TABLE recent_markers ( -- markers that were not written to merged_markers at once, in the order of their first writes; merged rows are outdated
     number      INTEGER PRIMARY KEY,
     key         TEXT NOT NULL,{COLUMNS}) STRICT;{progress};
 CREATE VIEW unmerged_markers AS -- the rows of recent_markers that are not in merged_markers yet
     SELECT recent_markers.* FROM recent_markers, merge_progress
     WHERE number > merged_until AND (number > cycle_end OR key > cursor);
-CREATE VIEW markers AS -- what oncegate remembers
+CREATE VIEW markers AS -- all stored markers, also expired ones that are not deleted yet
     SELECT key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee FROM unmerged_markers
     WHERE expires > {EXPIRED}
     UNION ALL
@@ -89,10 +89,7 @@ impl FileConfig {
     }
 
     /// A function that converts errors of SQLite at this stage.
-    pub(crate) fn failure(
-        &self,
-        stage: TransactionStage,
-    ) -> impl Fn(rusqlite::Error) -> StoreFailure {
+    pub(crate) fn failure(&self, stage: FailureStage) -> impl Fn(rusqlite::Error) -> StoreFailure {
         move |error| failure::of(error, stage, self)
     }
 }
@@ -126,9 +123,9 @@ impl OpenDatabase {
         }
         check_path(config)?;
         let stage = if expected.is_some() {
-            TransactionStage::Working
+            FailureStage::Working
         } else {
-            TransactionStage::Opening
+            FailureStage::Opening
         };
         let to_failure = config.failure(stage);
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
@@ -188,8 +185,7 @@ impl OpenDatabase {
         if !self.is_current(config) {
             return Err(replaced(config));
         }
-        let version =
-            version(&self.connection).map_err(config.failure(TransactionStage::Working))?;
+        let version = version(&self.connection).map_err(config.failure(FailureStage::Working))?;
         if version == VERSION {
             Ok(())
         } else {

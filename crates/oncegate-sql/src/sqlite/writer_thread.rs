@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 
 use super::browse::{self, MarkerAndTimeLeft, MarkerPage};
 use super::clock::{ClockReading, WallClock};
-use super::failure::{StoreFailure, TransactionStage};
+use super::failure::{FailureStage, StoreFailure};
 use super::file::{FileConfig, FileIdentity, OpenDatabase};
 use super::marker_table::MarkerTable;
 use super::recent::RecentMarkers;
@@ -200,7 +200,7 @@ impl WriterThread {
             recent,
             sweep,
         } = self.open()?;
-        let working = config.failure(TransactionStage::Working);
+        let working = config.failure(FailureStage::Working);
         // Each error below drops the transaction, which rolls it back.
         let transaction = file.begin().map_err(&working)?;
         file.check(config)?;
@@ -242,7 +242,7 @@ impl WriterThread {
         fault::point("sqlite.commit.before");
         transaction
             .commit()
-            .map_err(config.failure(TransactionStage::Committing))?;
+            .map_err(config.failure(FailureStage::Committing))?;
         fault::point("sqlite.commit.after");
         sweep.advance(range);
         Ok(answers)
@@ -276,7 +276,7 @@ impl WriterThread {
             recent.synchronize(&transaction)?;
             read(&transaction, recent, clock.now())
         };
-        let result = read_all().map_err(config.failure(TransactionStage::Working));
+        let result = read_all().map_err(config.failure(FailureStage::Working));
         if result.is_err() {
             self.recent.reset();
         }
@@ -287,7 +287,7 @@ impl WriterThread {
         let OpenWriter { file, config, .. } = self.open()?;
         file.check(config)?;
         file.persistence(config)
-            .map_err(config.failure(TransactionStage::Working))
+            .map_err(config.failure(FailureStage::Working))
     }
 
     /// Merges recent markers, deletes expired rows and reads the clock. Frequent readings detect a
@@ -314,7 +314,7 @@ impl WriterThread {
             sweep,
             ..
         } = self.open()?;
-        let working = config.failure(TransactionStage::Working);
+        let working = config.failure(FailureStage::Working);
         let range = sweep
             .scan(&file.connection, IDLE_ROWS, now)
             .map_err(&working)?;
@@ -332,7 +332,7 @@ impl WriterThread {
                 .map_err(&working)?;
             transaction
                 .commit()
-                .map_err(config.failure(TransactionStage::Committing))?;
+                .map_err(config.failure(FailureStage::Committing))?;
         }
         sweep.advance(range);
         Ok(())
