@@ -253,7 +253,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
             "the provider does not answer",
         ],
     );
-    let lost = lines("WARN", "lease lost, the handler is dropped");
+    let lost = lines("WARN", "lease lost, the handler or `reconcile` is dropped");
     assert_eq!(lost.len(), 1, "{lost:#?}");
     has(lost[0], &[r#"id="pay-6""#, "attempt=1", "origin=q"]);
     let mut waits = lines(
