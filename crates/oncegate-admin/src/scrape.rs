@@ -14,11 +14,12 @@ const BUCKETS: &[f64] = &[
     60.0, 300.0,
 ];
 
-/// The metrics of the process in the Prometheus text format. Clones share it.
+/// A handle to the metrics of the process, in the Prometheus text format. Clones refer to the same
+/// recorder.
 #[derive(Clone)]
 pub struct Metrics(PrometheusHandle);
 
-/// The recorder that [`Metrics::install`] has installed.
+/// The metrics whose recorder [`Metrics::install`] has installed.
 static INSTALLED: OnceLock<Metrics> = OnceLock::new();
 
 /// Another metrics recorder is installed in this process.

@@ -199,7 +199,7 @@ async fn status_shows_deliveries_and_warnings_without_secrets() {
         .readiness(readiness)
         .status(status);
     let all = broker.clone();
-    let running = tokio::spawn(consumer.run_until(async move { all.drained().await }));
+    let running = tokio::spawn(consumer.run_until(async move { all.all_settled().await }));
 
     let warning = "message rejected, sending it to the dead letters";
     let page = until("one delivery is running and one is rejected", async || {
@@ -294,7 +294,7 @@ async fn status_shows_when_the_store_is_unavailable_and_back() {
         )
     );
     broker.publish(message("one"));
-    broker.drained().await;
+    broker.all_settled().await;
 
     redis.stop();
     let stopped_store = store().await;
@@ -317,7 +317,7 @@ async fn status_shows_when_the_store_is_unavailable_and_back() {
     );
 
     redis.start_again().expect("Redis starts again");
-    broker.drained().await;
+    broker.all_settled().await;
     let back = until_state("available").await;
     assert!(
         back["last_error"]["text"].is_string(),
@@ -374,7 +374,7 @@ async fn the_port_responds_while_a_handler_blocks_the_runtime() {
                 .handler(BlockingHandler(std::sync::Mutex::new((tell, release_rx))))
                 .readiness(readiness)
                 .status(status)
-                .run_until(async move { all.drained().await })
+                .run_until(async move { all.all_settled().await })
                 .await
                 .expect("a clean end");
             drop(server);

@@ -48,7 +48,7 @@ async fn a_scrape_has_all_metrics_and_passes_promtool() {
         .id(IdSource::message_id())
         .decode(RawBytes)
         .handler(Done)
-        .run_until(async move { all.drained().await })
+        .run_until(async move { all.all_settled().await })
         .await
         .expect("a clean end");
     // Registers the metrics of the adapters too, so that each is checked once.

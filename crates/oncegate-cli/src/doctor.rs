@@ -30,7 +30,7 @@ pub(crate) enum Severity {
     Error,
     /// The consumer may lose or duplicate messages, or stop, under some conditions.
     Warning,
-    /// A recommendation.
+    /// A change that is not necessary.
     Advice,
 }
 
@@ -266,7 +266,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
     };
     let errors = count(Severity::Error);
     text.push_str(&format!(
-        "Checked {}; errors: {errors}, warnings: {}, recommendations: {}.",
+        "Checked {}; errors: {errors}, warnings: {}, advice: {}.",
         checked.join(", "),
         count(Severity::Warning),
         count(Severity::Advice)
@@ -277,8 +277,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
         text,
     )?;
     unchecked.end()?;
-    // Warnings alone do not fail: the defaults of Kafka and oncegate cause some, and break no
-    // guarantee.
+    // Warnings alone do not fail, because the defaults of Kafka and oncegate cause some.
     if errors == 0 {
         Ok(())
     } else {

@@ -13,7 +13,7 @@ pub(crate) const CODES: &str = "Exit codes:
   1  incomplete, or the output cannot be written, or `doctor` found errors (warnings alone are 0)
   2  invalid command line or configuration
   3  a server is unreachable or refused the request; for `doctor` this is a finding, code 1
-  4  nothing was done: this was a preview, --yes applies it
+  4  nothing was done: this was a preview; pass --yes to do what it shows
   5  the value of an option such as --reason is unknown
   6  this build does not include the broker or store";
 
@@ -33,15 +33,16 @@ pub(crate) enum CliErrorCode {
 pub(crate) struct CliError {
     pub(crate) code: CliErrorCode,
     text: String,
-    scope: ErrorScope,
+    affects: AffectedMessages,
 }
 
+/// The messages for which an error makes a command fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ErrorScope {
+enum AffectedMessages {
     /// The same commands for other messages may fail, too.
     Any,
     /// The value of one message's key is not a marker.
-    OneMessage,
+    One,
 }
 
 impl CliError {
@@ -49,7 +50,7 @@ impl CliError {
         Self {
             code: CliErrorCode::Usage,
             text: text.into(),
-            scope: ErrorScope::Any,
+            affects: AffectedMessages::Any,
         }
     }
 
@@ -57,7 +58,7 @@ impl CliError {
         Self {
             code: CliErrorCode::Server,
             text: text.into(),
-            scope: ErrorScope::Any,
+            affects: AffectedMessages::Any,
         }
     }
 
@@ -65,14 +66,14 @@ impl CliError {
         Self {
             code: CliErrorCode::Incomplete,
             text: text.into(),
-            scope: ErrorScope::Any,
+            affects: AffectedMessages::Any,
         }
     }
 
     /// The value under the key of one id is not a marker. Other ids are not affected.
     pub(crate) fn unreadable_marker(text: String) -> Self {
         Self {
-            scope: ErrorScope::OneMessage,
+            affects: AffectedMessages::One,
             ..Self::incomplete(text)
         }
     }
@@ -93,7 +94,7 @@ impl CliError {
         Self {
             code: CliErrorCode::UnknownOptionValue,
             text,
-            scope: ErrorScope::Any,
+            affects: AffectedMessages::Any,
         }
     }
 
@@ -113,7 +114,7 @@ impl CliError {
         Self {
             code: CliErrorCode::FeatureMissing,
             text,
-            scope: ErrorScope::Any,
+            affects: AffectedMessages::Any,
         }
     }
 
@@ -121,17 +122,17 @@ impl CliError {
     pub(crate) fn not_confirmed() -> Self {
         Self {
             code: CliErrorCode::NotConfirmed,
-            text: "nothing was done; pass --yes to apply it".into(),
-            scope: ErrorScope::Any,
+            text: "nothing was done; pass --yes to do what is shown above".into(),
+            affects: AffectedMessages::Any,
         }
     }
 
-    /// Turns a permanent failure, such as an unreadable marker, into the reason why one message is
-    /// skipped. Other failures stop the command.
+    /// Turns the error of an unreadable marker into the reason why its message is skipped. Other
+    /// errors stop the command.
     pub(crate) fn for_one_message(self) -> Self {
-        match self.scope {
-            ErrorScope::OneMessage => Self::incomplete(format!("skipped: {}", self.text)),
-            ErrorScope::Any => self,
+        match self.affects {
+            AffectedMessages::One => Self::incomplete(format!("skipped: {}", self.text)),
+            AffectedMessages::Any => self,
         }
     }
 
@@ -163,14 +164,14 @@ impl From<oncegate_config::Error> for CliError {
 
 impl From<StoreError> for CliError {
     fn from(error: StoreError) -> Self {
-        // A misconfigured store would skip every message.
-        let scope = if matches!(error, StoreError::UnreadableMarker(_)) {
-            ErrorScope::OneMessage
+        // Not `Misconfigured`: the command would skip every message.
+        let affects = if matches!(error, StoreError::UnreadableMarker(_)) {
+            AffectedMessages::One
         } else {
-            ErrorScope::Any
+            AffectedMessages::Any
         };
         Self {
-            scope,
+            affects,
             ..Self::server(with_store_keys(&error.to_string()))
         }
     }

@@ -28,7 +28,7 @@ pub(crate) enum ConfigCommand {
     Keys,
 }
 
-/// A setting that has a value, with its source.
+/// A setting that has a value, with its origin.
 #[derive(Serialize)]
 struct ConfigEntry {
     key: &'static str,
@@ -46,12 +46,14 @@ struct SettingEntry {
 }
 
 pub(crate) fn run(context: &CliContext, command: ConfigCommand) -> Result<(), CliError> {
-    // An existing file may be empty on purpose, and `check --consumer` names the missing settings.
-    let needs_no_settings = matches!(
+    // `check_configured` fails if nothing is set. It is not called for an existing file, which may
+    // be empty on purpose, for `keys`, and for `check --consumer`, which names the missing settings
+    // itself.
+    let skips_empty_check = matches!(
         command,
         ConfigCommand::Keys | ConfigCommand::Check { consumer: true, .. }
     );
-    if !needs_no_settings && context.config.file().is_none() {
+    if !skips_empty_check && context.config.file().is_none() {
         context.check_configured()?;
     }
     match command {
@@ -59,8 +61,8 @@ pub(crate) fn run(context: &CliContext, command: ConfigCommand) -> Result<(), Cl
             broker: Some(broker),
             ..
         } => Err(CliError::usage(format!(
-            "config check has no --broker: it checks both sections, and with --consumer the broker that a consumer reads; choose that with \
-             gate.broker, or for one command: ONCEGATE_GATE_BROKER={broker} oncegate config check --consumer"
+            "config check has no --broker: it checks [kafka] and [rabbitmq]; with --consumer, the broker in gate.broker; to set that \
+             for one command, run ONCEGATE_GATE_BROKER={broker} oncegate config check --consumer"
         ))),
         ConfigCommand::Check { consumer, .. } => check(context, consumer),
         ConfigCommand::Print => print(context),
@@ -87,13 +89,14 @@ fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
         unchecked.note("[store]", missing);
     }
     let count = config.configured_values().count();
-    let file = config
-        .file()
-        .map_or_else(|| "no file".to_owned(), |path| path.display().to_string());
+    let origin = config.file().map_or_else(
+        || "variables only".to_owned(),
+        |path| format!("{} and variables", path.display()),
+    );
     let json =
         serde_json::json!({ "settings": count, "file": config.file(), "not_checked": unchecked });
     let result = match (unchecked.names(), for_consumer) {
-        (Some(_), _) => "the other sections are valid",
+        (Some(_), _) => "valid except the sections below, which were not checked",
         (None, true) => "a consumer can be built from them",
         (None, false) => {
             "each is valid; add --consumer to check them together, as a consumer does at start"
@@ -102,7 +105,7 @@ fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
     let unchecked_text = unchecked.to_text();
     context.format.print(
         &json,
-        format!("{count} settings ({file} and variables): {result}{unchecked_text}"),
+        format!("{count} settings ({origin}): {result}{unchecked_text}"),
     )?;
     unchecked.end()
 }

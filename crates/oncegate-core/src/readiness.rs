@@ -1,10 +1,11 @@
-//! Whether a consumer receives messages, for readiness probes.
+//! Whether a consumer is ready, for readiness probes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether a consumer receives messages at this moment: for a readiness probe. Clones report the
-/// same consumer.
+/// Whether a consumer has connected to its source, its store answers and it does not drain: for a
+/// readiness probe. A consumer that receives nothing because its limits are reached is ready. Clones
+/// report the same consumer.
 ///
 /// Not ready until the source is connected and the store has answered, while the store is
 /// unavailable, while the consumer drains, and after it ends. The consumer updates it as soon as it
@@ -19,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[derive(Clone, Debug, Default)]
 pub struct Readiness(Arc<AtomicBool>);
 
-/// Whether the consumer receives messages.
+/// Whether the consumer is ready, as [`Readiness`] defines it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReadinessState {
     Ready,
@@ -32,7 +33,7 @@ impl Readiness {
         Self::default()
     }
 
-    /// Whether the consumer receives messages.
+    /// Whether the consumer is ready.
     pub fn is_ready(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }

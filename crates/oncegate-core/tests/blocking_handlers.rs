@@ -144,7 +144,7 @@ async fn a_blocking_handler_delays_neither_other_handlers_nor_the_drain_and_its_
     events.record("continue");
     let drained = tokio::time::timeout(
         TIMEOUT,
-        consumer(&broker, store, Blocking(events.clone())).run_until(broker.drained()),
+        consumer(&broker, store, Blocking(events.clone())).run_until(broker.all_settled()),
     )
     .await;
     drained
@@ -184,7 +184,7 @@ async fn a_result_after_the_end_of_the_lease_is_ignored() {
         NoRenewalOfTheFirst(MemoryStore::new()),
         BlocksFirstRun(events.clone()),
     );
-    let drained = tokio::time::timeout(TIMEOUT, consumer.run_until(broker.drained())).await;
+    let drained = tokio::time::timeout(TIMEOUT, consumer.run_until(broker.all_settled())).await;
     drained.expect("it is settled").expect("a clean end");
     assert_eq!(
         (events.count("first returns"), events.count("done")),
@@ -246,7 +246,7 @@ async fn a_handler_does_not_start_if_its_lease_ended_while_another_blocked_befor
         BlocksThenWaits(events.clone()),
     )
     .execution(Execution::Inline);
-    let drained = tokio::time::timeout(TIMEOUT, consumer.run_until(broker.drained())).await;
+    let drained = tokio::time::timeout(TIMEOUT, consumer.run_until(broker.all_settled())).await;
     drained.expect("all are settled").expect("a clean end");
     let counts = ["blocked", "late start"].map(|event| events.count(event));
     assert_eq!(counts, [1, 0]);
@@ -315,7 +315,7 @@ async fn a_handler_that_waited_for_another_does_not_start_after_the_end_of_its_l
     )
     .execution(Execution::Inline)
     .max_in_flight(1);
-    let drained = tokio::time::timeout(TIMEOUT, consumer.run_until(broker.drained())).await;
+    let drained = tokio::time::timeout(TIMEOUT, consumer.run_until(broker.all_settled())).await;
     drained.expect("all are settled").expect("a clean end");
     let counts = ["lost", "first", "late start"].map(|event| events.count(event));
     assert_eq!(counts, [1, 2, 0]);

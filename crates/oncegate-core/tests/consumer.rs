@@ -76,7 +76,7 @@ impl Fixture {
     async fn drain(&self, guarantee: Guarantee) {
         let broker = self.broker.clone();
         self.consumer(guarantee)
-            .run_until(async move { broker.drained().await })
+            .run_until(async move { broker.all_settled().await })
             .await
             .expect("a clean end");
     }
@@ -149,7 +149,7 @@ async fn inline_execution_handles_each_id_once() {
         .consumer(Guarantee::EffectivelyOnce)
         .execution(Execution::Inline);
     consumer
-        .run_until(async move { broker.drained().await })
+        .run_until(async move { broker.all_settled().await })
         .await
         .expect("a clean end");
     assert_eq!(fixture.effects(), 250);
@@ -349,7 +349,7 @@ async fn reconcile_whose_error_panics_as_text_is_repeated_and_then_in_doubt() {
     fixture
         .consumer(Guarantee::AtMostOnce)
         .handler(ReconcilePanicsLate(Arc::clone(&attempts)))
-        .run_until(async move { broker.drained().await })
+        .run_until(async move { broker.all_settled().await })
         .await
         .expect("a clean end");
     assert_eq!(*attempts.lock().expect("no panic inside"), [1, 1]);
@@ -428,7 +428,7 @@ async fn a_rolling_change_of_guarantee_and_lease_keeps_the_guarantee() {
         let (settled, runs) = (fixture.broker.clone(), fixture.handler.runs.clone());
         let shutdown = async move {
             if old_lease == short {
-                settled.drained().await;
+                settled.all_settled().await;
             } else {
                 // The lease of the new consumer is short, and that of the marker is a minute.
                 tokio::time::sleep(2 * short).await;
@@ -507,7 +507,7 @@ async fn a_lease_is_renewed_while_its_handler_runs() {
         .consumer(Guarantee::AtMostOnce)
         .lease(Duration::from_millis(120));
     consumer
-        .run_until(async move { broker.drained().await })
+        .run_until(async move { broker.all_settled().await })
         .await
         .expect("a clean end");
     assert_eq!(
@@ -531,7 +531,7 @@ async fn messages_of_a_key_are_handled_in_order() {
     fixture
         .consumer(Guarantee::EffectivelyOnce)
         .order(Order::ByKey)
-        .run_until(async move { broker.drained().await })
+        .run_until(async move { broker.all_settled().await })
         .await
         .expect("a clean end");
     let runs = fixture
@@ -821,7 +821,7 @@ async fn the_handler_timeout_of_a_queued_delivery_begins_with_its_run() {
         .decode(RawBytes)
         .handler(Sleeps);
     consumer
-        .run_until(async move { all.drained().await })
+        .run_until(async move { all.all_settled().await })
         .await
         .expect("a clean end");
     assert_eq!(broker.dead_letters(), []);

@@ -159,7 +159,7 @@ impl Fixture {
         let all = self.broker.clone();
         tokio::time::timeout(
             Duration::from_secs(60),
-            consumer.run_until(async move { all.drained().await }),
+            consumer.run_until(async move { all.all_settled().await }),
         )
         .await
         .expect("everything is settled")

@@ -180,7 +180,7 @@ async fn a_run_without_the_gate_ignores_the_lease_of_an_earlier_grant() {
     let all = broker.clone();
     let run = consumer(&broker, store, handler.clone())
         .outage(Outage::PassThrough)
-        .run_until(async move { all.drained().await });
+        .run_until(async move { all.all_settled().await });
     tokio::time::timeout(ms(10_000), run)
         .await
         .expect("it is handled")
@@ -201,7 +201,7 @@ async fn a_run_without_the_gate_is_recorded_when_the_store_is_available_again() 
     let (all, markers) = (broker.clone(), store.store.clone());
     let run = consumer(&broker, store, handler.clone())
         .outage(Outage::PassThrough)
-        .run_until(async move { all.drained().await });
+        .run_until(async move { all.all_settled().await });
     run.await.expect("a clean end");
     assert_eq!(
         markers.marker(&key("a")).0,
@@ -234,7 +234,7 @@ async fn a_duplicate_of_a_run_without_the_gate_does_not_run_after_the_outage() {
             tokio::time::sleep(ms(after)).await;
             all.publish(message(id));
         }
-        all.drained().await;
+        all.all_settled().await;
     };
     let run = consumer(&broker, store, handler.clone())
         .outage(Outage::PassThrough)
@@ -271,7 +271,7 @@ async fn an_unavailable_store_gets_few_requests_a_second() {
         let requests = calls.load(Ordering::Relaxed) - before;
         assert!(requests <= 60, "{requests} requests in three seconds");
         outage.store(false, Ordering::Relaxed);
-        tokio::time::timeout(ms(20_000), all.drained())
+        tokio::time::timeout(ms(20_000), all.all_settled())
             .await
             .expect("every message is settled after the outage");
     };
@@ -331,7 +331,7 @@ async fn renewals_continue_after_a_panic_of_the_store() {
     };
     let all = broker.clone();
     consumer(&broker, store, handler.clone())
-        .run_until(async move { all.drained().await })
+        .run_until(async move { all.all_settled().await })
         .await
         .expect("a clean end");
     assert_eq!(
@@ -359,7 +359,7 @@ async fn a_panic_in_the_drop_of_a_handler_is_an_unknown_outcome() {
             .handler_timeout(ms(300))
             .max_attempts(1)
             .execution(handlers);
-        let run = run.run_until(async move { all.drained().await });
+        let run = run.run_until(async move { all.all_settled().await });
         tokio::time::timeout(ms(10_000), run)
             .await
             .expect("it is settled")
@@ -379,7 +379,7 @@ async fn a_panic_of_the_function_that_reads_the_id_is_an_unusable_id() {
     });
     consumer(&broker, MemoryStore::new(), handler.clone())
         .id(id)
-        .run_until(async move { all.drained().await })
+        .run_until(async move { all.all_settled().await })
         .await
         .expect("a clean end");
     let dead_letter = broker.dead_letters().remove(0);
@@ -412,7 +412,7 @@ fn thousands_of_deliveries_of_one_ordering_key_settle_without_a_stack_overflow()
         let run = consumer(&broker, MemoryStore::new(), handler)
             .order(Order::ByKey)
             .max_in_flight(WAITING + 1);
-        let run = tokio::spawn(run.run_until(async move { all.drained().await }));
+        let run = tokio::spawn(run.run_until(async move { all.all_settled().await }));
         run.await.expect("no overflow").expect("a clean end");
         assert_eq!(broker.dead_letters().len(), WAITING);
     });
@@ -459,7 +459,7 @@ async fn durations_longer_than_ten_years_are_refused() {
         .dedup_window(most);
     longest
         .max_inline_retries(u32::MAX)
-        .run_until(async move { all.drained().await })
+        .run_until(async move { all.all_settled().await })
         .await
         .expect("3650 days are allowed");
 }
@@ -496,7 +496,7 @@ async fn readiness_reports_whether_messages_are_received() {
         becomes(false).await; // a claim was not answered
         outage.store(false, Ordering::Relaxed);
         becomes(true).await;
-        all.drained().await;
+        all.all_settled().await;
     };
     consumer(&broker, store, Slow::default())
         .readiness(readiness.clone())
@@ -553,7 +553,7 @@ async fn a_repeated_run_respects_max_in_flight() {
         .max_in_flight(1);
     consumer
         .handler(counts.clone())
-        .run_until(async move { all.drained().await })
+        .run_until(async move { all.all_settled().await })
         .await
         .expect("a clean end");
     assert_eq!(
@@ -606,9 +606,9 @@ async fn an_adaptive_lease_depends_on_the_duration_of_handlers() {
     });
     let (all, more) = (broker.clone(), broker.clone());
     let shutdown = async move {
-        all.drained().await;
+        all.all_settled().await;
         more.publish(message("last"));
-        all.drained().await;
+        all.all_settled().await;
     };
     let handler = Slow {
         takes: ms(20),
@@ -646,7 +646,7 @@ async fn messages_that_failed_without_a_crash_run_concurrently() {
     let broker = broker((0..50).map(|id| id.to_string()));
     let (all, started) = (broker.clone(), Instant::now());
     consumer(&broker, MemoryStore::new(), InDoubtOnce::default())
-        .run_until(async move { all.drained().await })
+        .run_until(async move { all.all_settled().await })
         .await
         .expect("a clean end");
     assert!(
@@ -695,7 +695,7 @@ async fn waiting_for_isolation_does_not_shorten_the_time_for_a_run() {
         .handler_timeout(ms(1000))
         .max_inline_retries(0)
         .max_reconciles(1);
-    run.run_until(async move { all.drained().await })
+    run.run_until(async move { all.all_settled().await })
         .await
         .expect("a clean end");
     assert_eq!(

@@ -113,8 +113,8 @@ fn fixture_with(delays: Option<Mutex<Random>>) -> Arc<Fixture> {
 ///
 /// # Panics
 /// After a time by the paused clock in which all tests settle theirs.
-async fn drained(broker: &MemoryBroker) {
-    tokio::time::timeout(Duration::from_secs(10_000), broker.drained())
+async fn all_settled(broker: &MemoryBroker) {
+    tokio::time::timeout(Duration::from_secs(10_000), broker.all_settled())
         .await
         .unwrap_or_else(|_| panic!("{} messages are not settled", broker.unsettled()));
 }
@@ -368,7 +368,7 @@ async fn schedule(seed: u64) -> Course {
                 .notify_one();
         }
     };
-    let all = async { tokio::join!(biased; faults, fixture.broker.drained()) };
+    let all = async { tokio::join!(biased; faults, fixture.broker.all_settled()) };
     let settled = tokio::time::timeout(Duration::from_secs(60), async {
         tokio::select! {
             biased;
@@ -510,7 +510,7 @@ async fn run_after_crashes(crashes: &[u32]) -> (u32, u128) {
     let all = fixture.broker.clone();
     let began = tokio::time::Instant::now();
     consumer
-        .run_until(async move { drained(&all).await })
+        .run_until(async move { all_settled(&all).await })
         .await
         .expect("a clean end");
     assert!(fixture.broker.dead_letters().is_empty());
@@ -549,7 +549,7 @@ async fn nothing_else_is_claimed_while_a_message_runs_alone() {
         .max_attempts(2);
     let all = fixture.broker.clone();
     consumer
-        .run_until(async move { drained(&all).await })
+        .run_until(async move { all_settled(&all).await })
         .await
         .expect("a clean end");
     assert!(
@@ -620,7 +620,7 @@ async fn a_possible_crash_loop_is_in_the_metrics_and_the_status() {
             published().await;
             seen.push((isolated(&snapshotter), status.snapshot().isolated));
         }
-        drained(&fixture.broker).await;
+        all_settled(&fixture.broker).await;
     };
     consumer.run_until(shutdown).await.expect("a clean end");
     // One runs alone, and two wait; then these two run. The metrics are the changes.
@@ -661,7 +661,7 @@ async fn processes_killed_from_outside_dead_letter_no_message() {
             .id(IdSource::header("id"))
             .decode(RawBytes);
         let all = fixture.broker.clone();
-        let run = consumer.run_until(async move { drained(&all).await });
+        let run = consumer.run_until(async move { all_settled(&all).await });
         if process < KILLS {
             let killed = tokio::time::timeout(Duration::from_secs(4), run).await;
             assert!(killed.is_err(), "it is killed before it ends: {killed:?}");

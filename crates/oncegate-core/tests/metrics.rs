@@ -112,7 +112,7 @@ async fn gauges_counters_and_durations_are_recorded() {
         while_waiting = recorded(&snapshotter);
         tokio::time::sleep(HELD_FOR).await;
         permits.add_permits(100);
-        broker.drained().await;
+        broker.all_settled().await;
     };
     consumer.run_until(shutdown).await.expect("a clean end");
     let afterwards = recorded(&snapshotter);

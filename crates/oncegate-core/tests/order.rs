@@ -94,7 +94,7 @@ async fn drain(
     let until = broker.clone();
     let ended = tokio::time::timeout(
         Duration::from_secs(60),
-        consumer.run_until(async move { until.drained().await }),
+        consumer.run_until(async move { until.all_settled().await }),
     )
     .await;
     ended.expect("nothing is stuck").expect("a clean end");
@@ -566,7 +566,7 @@ async fn check_limit(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<
         .max_inline_retries(0)
         .decode(RawBytes)
         .handler(handler.clone());
-    let run = consumer.run_until(async move { all.drained().await });
+    let run = consumer.run_until(async move { all.all_settled().await });
     tokio::time::timeout(Duration::from_secs(60), run)
         .await
         .expect("nothing is stuck")

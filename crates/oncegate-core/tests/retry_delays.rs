@@ -187,7 +187,7 @@ async fn a_delivery_without_an_order_waits_in_the_consumer_and_delays_no_other()
     let until = broker.clone();
     let one_at_a_time =
         consumer(broker.source(), &handler, Duration::from_millis(20)).max_in_flight(1);
-    run(one_at_a_time, async move { until.drained().await }).await;
+    run(one_at_a_time, async move { until.all_settled().await }).await;
     assert_eq!(handler.runs.lock().expect("no panic inside")["n-0"], 6);
     assert_eq!(broker.delivered(), 10, "each message was delivered once");
 }

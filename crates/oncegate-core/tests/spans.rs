@@ -93,7 +93,7 @@ async fn consume(
         .order(Order::ByKey)
         .max_queued(1)
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
-        .run_until(async move { all.drained().await })
+        .run_until(async move { all.all_settled().await })
         .await
         .expect("a clean end");
 }
@@ -133,7 +133,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         .decode(RawBytes)
         .id(IdSource::header("id"))
         .lease(Duration::from_millis(300))
-        .run_until(async move { all.drained().await })
+        .run_until(async move { all.all_settled().await })
         .await
         .expect("a clean end");
 
@@ -253,7 +253,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
             "the provider does not answer",
         ],
     );
-    let lost = lines("WARN", "lease lost, the handler is dropped");
+    let lost = lines("WARN", "lease lost, the handler or `reconcile` is dropped");
     assert_eq!(lost.len(), 1, "{lost:#?}");
     has(lost[0], &[r#"id="pay-6""#, "attempt=1", "origin=q"]);
     let mut waits = lines(

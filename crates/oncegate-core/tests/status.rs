@@ -269,7 +269,7 @@ async fn an_outage_of_the_store_is_reported_at_start_and_later() {
             Some("no reply (the store may have applied the operation; a retry is safe)")
         );
         available.store(true, Ordering::SeqCst);
-        all.drained().await;
+        all.all_settled().await;
         let reported = until(&seen, is_available).await.store.expect("just seen");
         assert!(reported.last_error.is_some(), "the last error is kept");
     };

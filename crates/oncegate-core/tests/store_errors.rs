@@ -216,7 +216,7 @@ async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
     let all = broker.clone();
     let consumer = consumer(&broker, SharedStore::default(), Waiting::default())
         .guarantee(Guarantee::EffectivelyOnce);
-    let run = consumer.run_until(async move { all.drained().await });
+    let run = consumer.run_until(async move { all.all_settled().await });
     tokio::time::timeout(Duration::from_secs(20), run)
         .await
         .expect("it is settled")
@@ -249,7 +249,7 @@ async fn an_unreadable_marker_affects_only_its_id() {
         let consumer = consumer(&broker, SharedStore::default(), handler.clone())
             .guarantee(guarantee)
             .allow_volatile_store();
-        let run = consumer.run_until(async move { all.drained().await });
+        let run = consumer.run_until(async move { all.all_settled().await });
         tokio::time::timeout(Duration::from_secs(20), run)
             .await
             .expect("the others are handled")

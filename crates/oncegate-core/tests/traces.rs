@@ -66,7 +66,7 @@ async fn a_message_joins_the_trace_of_its_sender_and_a_redelivery_links_to_it() 
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
         .max_attempts(3)
         .handler(Scripted)
-        .run_until(async move { all.drained().await })
+        .run_until(async move { all.all_settled().await })
         .await
         .expect("a clean end");
 

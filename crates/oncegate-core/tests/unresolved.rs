@@ -69,7 +69,7 @@ impl Fixture {
     async fn drain(&self, guarantee: Guarantee) {
         let broker = self.broker.clone();
         self.consumer(guarantee)
-            .run_until(async move { broker.drained().await })
+            .run_until(async move { broker.all_settled().await })
             .await
             .expect("a clean end");
     }
@@ -229,7 +229,7 @@ async fn without_reconcile_an_unknown_outcome_is_in_doubt_at_once() {
     fixture
         .consumer(Guarantee::AtMostOnce)
         .max_reconciles(5)
-        .run_until(async move { broker.drained().await })
+        .run_until(async move { broker.all_settled().await })
         .await
         .expect("a clean end");
     assert_eq!(
@@ -277,7 +277,7 @@ async fn the_dead_letter_after_unknown_outcomes_that_did_not_happen_has_the_erro
     let broker = fixture.broker.clone();
     nothing_happened(&fixture)
         .max_attempts(2)
-        .run_until(async move { broker.drained().await })
+        .run_until(async move { broker.all_settled().await })
         .await
         .expect("a clean end");
     assert_eq!(fixture.reasons(), [Reason::AttemptsSpent]);
@@ -298,7 +298,7 @@ async fn after_an_unknown_outcome_that_did_not_happen_the_next_attempt_waits() {
     let broker = fixture.broker.clone();
     nothing_happened(&fixture)
         .backoff(Duration::from_secs(1), Duration::from_secs(60))
-        .run_until(async move { broker.drained().await })
+        .run_until(async move { broker.all_settled().await })
         .await
         .expect("a clean end");
     assert_eq!(fixture.reasons(), []);

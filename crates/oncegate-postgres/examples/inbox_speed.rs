@@ -81,7 +81,7 @@ async fn with_inbox(pool: &PgPool, messages: usize) -> Result<f64, BoxError> {
         .id(IdSource::message_id())
         .build()?;
     let began = Instant::now();
-    consumer.run_until(broker.drained()).await?;
+    consumer.run_until(broker.all_settled()).await?;
     Ok(messages as f64 / began.elapsed().as_secs_f64())
 }
 

@@ -428,7 +428,7 @@ impl ObservedOutcome {
             .scope(scope);
         // While the store reports an error that an operator must repair, the drain waits until this
         // timeout.
-        let (consumer, drained) = (
+        let (consumer, watched_broker) = (
             consumer
                 .handler(BadInputHandler::default())
                 .drain_timeout(Duration::from_millis(200)),
@@ -437,7 +437,7 @@ impl ObservedOutcome {
         let running = run_recorded(&counters, &lines, move || async move {
             tokio::time::timeout(
                 SETTLEMENT_TIMEOUT,
-                consumer.run_until(async move { drained.drained().await }),
+                consumer.run_until(async move { watched_broker.all_settled().await }),
             )
             .await
         });

@@ -167,7 +167,8 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
 
     /// Loses the replies to the first `times` store requests that contain a claim, and to the first
     /// `times` that contain a completion. The store has executed these requests. Each lost reply
-    /// costs 0.1 s, the pause of a consumer after a store failure.
+    /// costs 0.1 s, the pause of a consumer after a store failure; the pause doubles for consecutive
+    /// ones, up to 1 s.
     pub fn lost_replies(mut self, times: u32) -> Self {
         self.faults.plan(Fault::ReplyToClaim, times);
         self.faults.plan(Fault::ReplyToCompletion, times);
@@ -178,7 +179,8 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
     ///
     /// # Panics
     /// If the consumer ends with an error, such as an invalid setting; and if a configured fault
-    /// did not occur, because the test would then prove nothing.
+    /// (except a lost reply to a completion) did not occur, because the test would then prove
+    /// nothing.
     pub async fn run(self) -> Report {
         let broker = MemoryBroker::new("kit");
         let faults = Arc::new(self.faults);
@@ -197,7 +199,7 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
             loop {
                 let watched = WatchedHandler::new(handler.clone(), faults.clone());
                 let reply_faults = faults.clone();
-                let drained = broker.clone();
+                let watched_broker = broker.clone();
                 let consumer = self
                     .consumer
                     .clone()
@@ -215,7 +217,7 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
                         store = store.after_a_crash();
                         continue;
                     }
-                    ended = consumer.run_until(async move { drained.drained().await }) => ended,
+                    ended = consumer.run_until(async move { watched_broker.all_settled().await }) => ended,
                 };
                 ended.unwrap_or_else(|error| panic!("the consumer ended: {error}"));
                 break;

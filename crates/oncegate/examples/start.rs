@@ -33,6 +33,6 @@ async fn main() -> Result<(), Error> {
         .scope("shelf")
         .id(IdSource::message_id())
         .handler(Shelf)
-        .run_until(async move { empty.drained().await })
+        .run_until(async move { empty.all_settled().await })
         .await
 }

@@ -339,7 +339,7 @@ impl Logs {
                 attempt,
                 %origin,
                 suppressed_lines,
-                "lease lost, the handler is dropped and its outcome is unknown: the process or the store was paused for longer than the lease, or the marker was deleted or evicted, and another consumer may handle the message; use a longer lease, and a store that evicts nothing"
+                "lease lost, the handler or `reconcile` is dropped and its outcome is unknown: the process or the store was paused for longer than the lease, or the marker was deleted or evicted, and another consumer may handle the message; use a longer lease, and a store that evicts nothing"
             );
         }
     }
@@ -419,7 +419,7 @@ impl Logs {
                 max_crashes,
                 %origin,
                 suppressed_lines,
-                "possible crash loop: processes crashed or lost the lease while they handled this message; it runs in isolation, and no other message is claimed until it is finished; find out why the processes end"
+                "possible crash loop: processes crashed or lost the lease while they handled this message; it runs in isolation, and no other message is claimed until it is finished; find out why processes crash or pause"
             );
         }
     }

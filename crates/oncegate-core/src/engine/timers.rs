@@ -9,8 +9,9 @@ use crate::slots::Slot;
 
 /// The alarms of deliveries that pause, back off, or wait to repeat an operation.
 ///
-/// Each alarm has the generation that its delivery had when the alarm was set. The engine ignores
-/// an alarm of an earlier generation, so alarms are never removed before they are due.
+/// Each alarm has the generation that its delivery had when the alarm was set, a number that
+/// increases with each run, alarm and operation of the delivery. The engine ignores an alarm of an
+/// earlier generation, so alarms are never removed before they are due.
 pub(super) struct Timers {
     alarms: BinaryHeap<Reverse<(Instant, Slot, u32)>>,
     /// The state of a pseudo-random generator (xorshift), never 0.

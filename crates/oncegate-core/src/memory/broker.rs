@@ -133,7 +133,7 @@ impl MemoryBroker {
     }
 
     /// Waits until all messages are settled.
-    pub async fn drained(&self) {
+    pub async fn all_settled(&self) {
         loop {
             let mut changed = std::pin::pin!(self.0.changed.notified());
             changed.as_mut().enable();

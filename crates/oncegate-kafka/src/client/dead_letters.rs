@@ -219,7 +219,7 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             waited = ?DELAY_WARNING_AFTER,
             suppressed_lines,
-            "dead letter not confirmed yet; until it is, the offset of its message and those above are not committed; check that the dead-letter topic exists and that the brokers are reachable"
+            "dead letter not confirmed yet; until it is, the offset of its message and higher offsets are not committed; check that the topic exists and that the brokers are reachable"
         );
     }
 
@@ -238,7 +238,7 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             reason = rejected.reason.as_str(),
             suppressed_lines,
-            "cannot publish to the dead-letter topic, retrying; until it succeeds, the message stays in memory, and its offset and those above are not committed; check that the topic exists, is not compacted and has a sufficient max.message.bytes, and that this client has the right Write on it"
+            "cannot publish to the dead-letter topic, retrying; until it succeeds, the message stays in memory, and its offset and higher offsets are not committed; check that the topic exists, is not compacted and has a sufficient max.message.bytes, and that this client has the right Write on it"
         );
     }
 

@@ -152,7 +152,7 @@ async fn consume(broker: &MemoryBroker, pool: &PgPool, handler: InsertsRows) {
         .scope("ledger")
         .max_inline_retries(0)
         .handler_timeout(SECOND * 20)
-        .run_until(broker.drained());
+        .run_until(broker.all_settled());
     tokio::time::timeout(90 * SECOND, run)
         .await
         .expect("it ends")
@@ -227,7 +227,7 @@ async fn a_run_that_is_dropped_at_its_timeout_leaves_nothing() {
     let consumer =
         consumer(&broker, &pool, InsertsRows::new(Then::TimeOut)).handler_timeout(SECOND / 2);
     consumer
-        .run_until(broker.drained())
+        .run_until(broker.all_settled())
         .await
         .expect("no error");
     assert_eq!((booked(&pool).await, records(&pool).await), ((1, 1), 1));
@@ -353,7 +353,7 @@ async fn nothing_is_lost_or_booked_twice_while_sessions_are_terminated() {
             .max_attempts(1_000)
             .backoff(SECOND / 100, SECOND / 10);
         consumer
-            .run_until(broker.drained())
+            .run_until(broker.all_settled())
             .await
             .expect("no error");
         done.fetch_add(1, Ordering::Relaxed);
@@ -540,7 +540,7 @@ async fn a_transaction_that_ended_is_found_also_after_an_error() {
         let broker = broker(0..1);
         let consumer = consumer(&broker, &pool, Misuse(misuse));
         consumer
-            .run_until(broker.drained())
+            .run_until(broker.all_settled())
             .await
             .expect("no error");
         let [dead] = &broker.dead_letters()[..] else {
@@ -587,7 +587,7 @@ async fn one_message_behind<T>(blocked: impl AsyncFnOnce(&str, &PgPool) -> T) ->
     let released = async {
         tokio::time::sleep(3 * SECOND).await;
         drop(block);
-        broker.drained().await;
+        broker.all_settled().await;
     };
     let run = consumer.run_until(released);
     let ended = tokio::time::timeout(60 * SECOND, run).await;
@@ -665,7 +665,7 @@ async fn a_commit_that_waits_for_a_replica_is_no_timeout_of_the_handler() {
         tokio::time::sleep(4 * SECOND).await;
         assert!(broker.dead_letters().is_empty());
         replicas(&mut admin, "ALTER SYSTEM RESET synchronous_standby_names").await;
-        broker.drained().await;
+        broker.all_settled().await;
     };
     let ended = tokio::time::timeout(60 * SECOND, consumer.run_until(drained)).await;
     ended.expect("it ends").expect("no error");
@@ -689,10 +689,10 @@ async fn a_record_is_kept_for_the_window_after_the_commit() {
     .dedup_window(2 * SECOND)
     .handler_timeout(4 * SECOND);
     let copy_later = async {
-        broker.drained().await;
+        broker.all_settled().await;
         tokio::time::sleep(SECOND).await;
         broker.publish(Message::new("1").with_message_id("t-0"));
-        broker.drained().await;
+        broker.all_settled().await;
     };
     consumer.run_until(copy_later).await.expect("no error");
     assert_eq!(booked(&pool).await, (1, 1));
@@ -717,7 +717,7 @@ async fn what_a_row_says_decides_whether_its_message_runs() {
     let runs = book.runs.clone();
     let consumer = consumer(&broker, &pool, book);
     consumer
-        .run_until(broker.drained())
+        .run_until(broker.all_settled())
         .await
         .expect("no error");
     // Expired, and cleared after a failure: they run. Done, rejected and unreadable: they do not.
@@ -739,9 +739,9 @@ async fn a_copy_with_another_body_is_a_conflict() {
     let consumer =
         consumer(&broker, &pool, InsertsRows::new(Then::Succeed)).fingerprints(Fingerprints::Body);
     let other_body = async {
-        broker.drained().await;
+        broker.all_settled().await;
         broker.publish(Message::new("2").with_message_id("t-0"));
-        broker.drained().await;
+        broker.all_settled().await;
     };
     consumer.run_until(other_body).await.expect("no error");
     let [dead] = &broker.dead_letters()[..] else {
@@ -855,7 +855,8 @@ async fn a_session_that_finds_another_table_begins_nothing() {
 async fn a_connection_that_is_lost_in_each_run_is_a_dead_letter_in_the_end() {
     let pool = pool_at(&new_schema().await).await;
     let broker = broker(0..1);
-    let run = consumer(&broker, &pool, Misuse("a session that ends")).run_until(broker.drained());
+    let run =
+        consumer(&broker, &pool, Misuse("a session that ends")).run_until(broker.all_settled());
     tokio::time::timeout(60 * SECOND, run)
         .await
         .expect("it ends")
@@ -914,7 +915,7 @@ async fn commits_of_an_inbox_survive_a_crash_without_synchronous_commit() {
     server.turn_synchronous_commit_off().await;
     let broker = broker(0..20);
     let handler = Misuse("SET LOCAL synchronous_commit");
-    let run = consumer(&broker, &pool, handler).run_until(broker.drained());
+    let run = consumer(&broker, &pool, handler).run_until(broker.all_settled());
     run.await.expect("no error");
     let pool = server.crash().await;
     assert_eq!((booked(&pool).await, records(&pool).await), ((20, 20), 20));
@@ -972,13 +973,13 @@ async fn a_dead_letter_that_is_sent_back_is_handled_by_the_same_process() {
         is_mended: Arc::clone(&is_mended),
     };
     let sent_back = async {
-        broker.drained().await;
+        broker.all_settled().await;
         let dead_letters = broker.dead_letters();
         let reasons: Vec<Reason> = dead_letters.iter().map(|it| it.reason).collect();
         assert_eq!(reasons, [Reason::AttemptsSpent]);
         is_mended.store(true, Ordering::SeqCst);
         broker.publish(dead_letters[0].message.clone());
-        broker.drained().await;
+        broker.all_settled().await;
     };
     let consumer = consumer(&broker, &pool, handler);
     consumer.run_until(sent_back).await.expect("no error");
@@ -1032,7 +1033,7 @@ async fn a_savepoint_whose_begin_is_dropped_commits_nothing_without_the_record()
             times_out,
         };
         let consumer = consumer(&broker, &pool, handler).handler_timeout(SECOND);
-        let run = consumer.run_until(broker.drained());
+        let run = consumer.run_until(broker.all_settled());
         run.await.expect("no error");
         assert_eq!(booked(&pool).await, (1, 1), "times out: {times_out}");
         assert_eq!(records(&pool).await, 1, "times out: {times_out}");

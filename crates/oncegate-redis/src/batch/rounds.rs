@@ -1,4 +1,5 @@
-//! The rounds of a batch.
+//! The rounds of a batch: operations that are sent together. The next round starts after the replies
+//! to the previous one.
 
 use std::collections::HashMap;
 
@@ -10,6 +11,8 @@ use crate::script;
 /// Splits the operations into rounds so that operations on one key keep their order. Claims on the
 /// same terms may share a round, since a pipeline and a script call run in order; any other
 /// operation on a key that occurred before goes to the next round.
+///
+/// Returns the indices of the operations of each round, in `operations`.
 pub(super) fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
     if operations.len() == 1 {
         return vec![vec![0]];

@@ -438,7 +438,7 @@ async fn a_right_that_is_revoked_while_a_consumer_runs_ends_it_with_that_error()
     let running = tokio::spawn(consumer.run_until(std::future::pending::<()>()));
     broker.publish(Message::new("x").with_message_id("before"));
     assert_eq!(ids.recv().await.as_deref(), Some("before"));
-    broker.drained().await;
+    broker.all_settled().await;
     command("ACL SETUSER oncegate -set");
     for number in 0..100 {
         broker.publish(Message::new("x").with_message_id(format!("after-{number}")));

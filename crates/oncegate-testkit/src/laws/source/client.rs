@@ -17,7 +17,7 @@ use super::{Destination, TestQueue};
 /// A limit that no law reaches.
 pub(super) const ALL: Limit = Limit::new(10_000, 64 << 20);
 
-/// An open source, and the time limit for one step.
+/// A connected source, and the time limit for one step.
 pub(super) struct SourceClient<S>(pub(super) Box<S>, Duration);
 
 impl<S: Source + 'static> SourceClient<S> {
