@@ -21,7 +21,7 @@ const ROUNDS: usize = 5;
 /// The pause between two messages of the other partition.
 const SOUND_INTERVAL: Duration = Duration::from_millis(20);
 /// The lowest rate of dead letters, relative to that of the bare producer.
-const LEAST_RATIO: f64 = 0.3;
+const LEAST_RATIO: f64 = 0.15;
 
 /// The body of a message that is rejected; the body of another one is the time of sending.
 const REJECT: u64 = 0;
