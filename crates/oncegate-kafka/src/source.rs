@@ -128,7 +128,7 @@ impl KafkaSource {
 
     fn publish_oversize(&self, delivery: Delivery) {
         let id = self.id.as_ref();
-        let id = id.and_then(|id| id.read_for_log(&delivery.message));
+        let id = id.and_then(|id| id.read_without_body(&delivery.message));
         tracing::warn!(
             reason = Reason::TooLarge.as_str(),
             id = id.as_ref().map(MessageId::as_str),

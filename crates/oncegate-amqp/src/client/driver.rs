@@ -318,7 +318,7 @@ impl AmqpDriver {
         };
         let action = if bytes > self.context.body_limit {
             let id = self.context.id.as_ref();
-            let id = id.and_then(|id| id.read_for_log(&delivery.message));
+            let id = id.and_then(|id| id.read_without_body(&delivery.message));
             tracing::warn!(
                 reason = Reason::TooLarge.as_str(),
                 id = id.as_ref().map(MessageId::as_str),

@@ -400,14 +400,21 @@ fn may_have_effect(evidence: &Evidence, message: &DeadLetter) -> bool {
             || evidence.has_no_marker() && may_have_unrecorded_effect(evidence, message))
 }
 
+/// Whether the last attempt of a dead letter had the number 1: a failure without an effect leaves
+/// no marker, so the attempt after it has the number 1 again. The attempts of `Bare` and of a
+/// shadow always have it.
+fn restarted_at_one(evidence: &Evidence, message: &DeadLetter) -> bool {
+    evidence.guarantee == Guarantee::EffectivelyOnce
+        && !evidence.is_shadow
+        && !evidence.passes_through
+        && evidence.has_no_marker()
+        && message.header(headers::LAST_ATTEMPT) == Some("1")
+}
+
 /// Whether an attempt of a dead letter without a marker may have had an effect: the marker expired,
 /// was lost, or was never written, because the store was unavailable.
 fn may_have_unrecorded_effect(evidence: &Evidence, message: &DeadLetter) -> bool {
-    let is_one = |header| message.header(header) == Some("1");
-    // A failure without an effect leaves no marker, so the attempt after it has the number 1, too.
-    // While the store is unavailable, every attempt has it.
-    let is_first =
-        is_one(headers::ATTEMPTS) || is_one(headers::LAST_ATTEMPT) && !evidence.passes_through;
+    let is_first = message.header(headers::ATTEMPTS) == Some("1");
     match message.reason() {
         // A first attempt that the handler refused had no effect, and leaves no marker.
         "refused" => !is_first,
@@ -438,7 +445,12 @@ fn dead_lettered(
     let (verdict, outcome) = if may_have_effect(evidence, message) {
         (
             HandlingVerdict::EffectUnknown,
-            "No attempt is recorded as handled, and one may have had its effect",
+            if restarted_at_one(evidence, message) {
+                "No attempt is recorded as handled. Each was numbered 1, so those before the last one failed without an effect, unless the \
+                 store lost a marker or was unavailable"
+            } else {
+                "No attempt is recorded as handled, and one may have had its effect"
+            },
         )
     } else {
         (HandlingVerdict::DeadLettered, "It was not handled")
@@ -748,18 +760,39 @@ mod tests {
         }
     }
 
-    /// A failure without an effect deletes the marker, so each retry is attempt 1.
+    /// A failure without an effect deletes the marker, so each retry is attempt 1. A lost marker has
+    /// the same result, so the verdict does not exclude an effect.
     #[test]
-    fn retries_without_an_effect_are_not_called_an_unknown_effect() {
+    fn attempts_that_restarted_at_one_probably_had_no_effect() {
         let headers = [
             (headers::REASON, "attempts-spent"),
             (headers::ATTEMPTS, "20"),
             (headers::LAST_ATTEMPT, "1"),
         ];
         let mut evidence = evidence(MarkerState::Absent, Destination::DeadLetters, &headers);
-        assert_eq!(of(&evidence).0, HandlingVerdict::DeadLettered);
-        evidence.passes_through = true;
-        assert_eq!(of(&evidence).0, HandlingVerdict::EffectUnknown);
+        let (verdict, text) = of(&evidence);
+        assert_eq!(verdict, HandlingVerdict::EffectUnknown);
+        assert!(text.contains("failed without an effect, unless"), "{text}");
+        for change in [
+            |evidence: &mut Evidence| evidence.passes_through = true,
+            |evidence: &mut Evidence| evidence.is_shadow = true,
+            |evidence: &mut Evidence| evidence.guarantee = Guarantee::Bare,
+        ] {
+            let before = (
+                evidence.passes_through,
+                evidence.is_shadow,
+                evidence.guarantee,
+            );
+            change(&mut evidence);
+            let (verdict, text) = of(&evidence);
+            assert_eq!(verdict, HandlingVerdict::EffectUnknown);
+            assert!(text.contains("one may have had its effect"), "{text}");
+            (
+                evidence.passes_through,
+                evidence.is_shadow,
+                evidence.guarantee,
+            ) = before;
+        }
     }
 
     #[test]

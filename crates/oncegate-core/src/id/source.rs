@@ -1,7 +1,6 @@
 //! Reads the idempotency key (the id) of a message.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
@@ -187,13 +186,16 @@ impl IdSource {
         self.0.read(message)
     }
 
-    /// The id of a message for a log line; `None` if there is none that can be read.
+    /// The id of a message whose body is too large, for a log line; `None` if the id cannot be read
+    /// without the body.
     #[doc(hidden)]
-    pub fn read_for_log(&self, message: &Message) -> Option<MessageId> {
-        // A user's function may panic.
-        catch_unwind(AssertUnwindSafe(|| self.read(message)))
-            .ok()?
-            .ok()
+    pub fn read_without_body(&self, message: &Message) -> Option<MessageId> {
+        match self.0.unhashed() {
+            IdReader::Header(_) | IdReader::MessageId | IdReader::Key | IdReader::Position => {
+                self.read(message).ok()
+            }
+            _ => None,
+        }
     }
 }
 

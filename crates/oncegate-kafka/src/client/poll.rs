@@ -28,8 +28,8 @@ const TURN: Duration = Duration::from_millis(50);
 /// group coordinator. A client that does not can neither commit nor leave, so the thread does not
 /// wait.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The first and the longest pause before a replacement client starts. Each client that ran for at
-/// most [`STABLE_AFTER`] doubles the pause.
+/// The first and the longest pause before a replacement client starts. The pause doubles while each
+/// client runs for at most [`STABLE_AFTER`].
 const REPLACEMENT_PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// After a client that ran for longer than this, the pause is the first one again.
 const STABLE_AFTER: Duration = Duration::from_secs(600);
