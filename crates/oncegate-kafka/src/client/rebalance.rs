@@ -76,11 +76,11 @@ impl CallbackContext {
     fn start_offset(&self, topic: &str, partition: i32, start: StartPosition) -> Option<Offset> {
         use StartPosition as S;
         let halts = self.out_of_range == OutOfRange::Error;
-        if let S::Replica(_) | S::Ambiguous(_) = start {
+        if let S::Mirrored(_) | S::Ambiguous(_) = start {
             metrics::counter!(crate::metric::REPLICA_OFFSETS).increment(1);
         }
         match start {
-            S::Committed(offset) | S::Replica(offset) | S::Ambiguous(offset) => {
+            S::Committed(offset) | S::Mirrored(offset) | S::Ambiguous(offset) => {
                 tracing::info!(topic, partition, offset, "partition assigned");
                 if halts && matches!(start, S::Ambiguous(_)) {
                     let error = start_position::ambiguous(topic, partition, offset);
@@ -248,7 +248,7 @@ mod tests {
             [
                 StartPosition::Committed(7),
                 StartPosition::Unknown,
-                StartPosition::Replica(7),
+                StartPosition::Mirrored(7),
                 StartPosition::Ambiguous(7)
             ]
             .map(start_offset),

@@ -20,8 +20,8 @@ use crate::settings::StartAt;
 pub(crate) type PartitionStart = (String, i32, StartPosition);
 
 /// Returns the start position of each of these partitions: `Unknown` if its committed offset is not
-/// received within the time budget. `forward_log` passes librdkafka's log lines, which contain the
-/// topic ids, to `topics`.
+/// received within the time budget, or is refused. `forward_log` passes librdkafka's log lines,
+/// which contain the topic ids, to `topics`.
 pub(crate) fn start_positions<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     partitions: &TopicPartitionList,
@@ -33,7 +33,8 @@ pub(crate) fn start_positions<C: ConsumerContext>(
         committed(consumer, partitions.clone(), budget)
     });
     // Another member may have committed a newer topic id than this client has received. So the
-    // topics whose committed id differs from the received one are requested again.
+    // topics whose committed id differs from the received one are requested again, and so is a topic
+    // whose id has changed, so that the cluster id is not older than the new topic id.
     forward_log();
     let to_verify = committed
         .iter()
@@ -70,7 +71,7 @@ pub(crate) fn start_positions<C: ConsumerContext>(
         .iter()
         .map(|it| (it.topic().to_owned(), it.partition(), start(it)))
         .collect();
-    mark_added(
+    resolve_without_offset(
         &mut starts,
         budget,
         |topic, budget| {
@@ -96,8 +97,9 @@ pub(crate) fn start_positions<C: ConsumerContext>(
     starts
 }
 
-/// Fetches the log start offset of each partition that is read from its beginning without a
-/// committed offset. Empty if no broker answers within the time budget.
+/// Fetches the log start offset of each partition that is read from its beginning because it has no
+/// committed offset: `NoOffset` with [`StartAt::Earliest`], and `AddedPartition`. Empty if no broker
+/// answers within the time budget.
 ///
 /// The assignment commits these offsets. Otherwise only partitions with messages would get a
 /// committed offset, and the next assignment would treat empty partitions as added ones.
@@ -159,7 +161,7 @@ fn start_position(
         (cluster_of(current), cluster_of(committed.identity.as_ref()));
     let start = StartPosition::from_committed(committed, current);
     match start {
-        StartPosition::Replica(_) => tracing::warn!(
+        StartPosition::Mirrored(_) => tracing::warn!(
             topic,
             partition,
             offset,
@@ -204,7 +206,7 @@ fn topics_to_verify(committed: &CommittedOffsets, topics: &TopicIds) -> BTreeSet
 /// Determines the start of the partitions without a committed offset, from the committed offsets of
 /// all partitions of their topics, which are requested here. If this response has an offset for
 /// such a partition itself, the partition starts at this offset.
-fn mark_added(
+fn resolve_without_offset(
     starts: &mut [PartitionStart],
     budget: &mut TimeBudget<'_>,
     mut partitions_of: impl FnMut(&str, Duration) -> Option<Vec<i32>>,
@@ -344,7 +346,7 @@ pub(crate) fn recreated(topic: &str) -> SourceError {
 }
 
 /// The error that ends the source if the committed offset belongs either to a deleted topic or to
-/// the original of a replica, and the policy is `OutOfRange::Error`.
+/// the original of a mirrored topic, and the policy is `OutOfRange::Error`.
 pub(crate) fn ambiguous(topic: &str, partition: i32, offset: i64) -> SourceError {
     SourceError::misconfigured(
         "out_of_range",
@@ -387,9 +389,9 @@ mod tests {
         }
     }
 
-    /// The start positions that `mark_added` determines. The topics `t0` and `t1` have two
-    /// partitions each, of which the group has committed offset 7 for those in `committed`.
-    fn marked(
+    /// The start positions that `resolve_without_offset` determines. The topics `t0` and `t1` have
+    /// two partitions each, of which the group has committed offset 7 for those in `committed`.
+    fn resolved(
         starts: &mut [PartitionStart],
         committed: impl IntoIterator<Item = (&'static str, i32, Option<TopicIdentity>)>,
     ) -> Vec<StartPosition> {
@@ -400,7 +402,7 @@ mod tests {
             });
             ((topic.to_owned(), partition), offset)
         });
-        mark_added(
+        resolve_without_offset(
             starts,
             &mut budget(REQUEST_TIMEOUT),
             |_, _| Some(vec![0, 1]),
@@ -420,7 +422,7 @@ mod tests {
         let mut starts = without_offset(2);
         starts.push(("t0".to_owned(), 2, StartPosition::Recreated));
         assert_eq!(
-            marked(&mut starts, [("t1", 0, None)]),
+            resolved(&mut starts, [("t1", 0, None)]),
             [
                 StartPosition::NoOffset,
                 StartPosition::AddedPartition,
@@ -432,7 +434,7 @@ mod tests {
     #[test]
     fn a_partition_whose_offset_arrives_with_the_second_response_was_not_added() {
         assert_eq!(
-            marked(&mut without_offset(2), [("t1", 0, None), ("t1", 1, None)]),
+            resolved(&mut without_offset(2), [("t1", 0, None), ("t1", 1, None)]),
             [StartPosition::NoOffset, StartPosition::Committed(7)]
         );
     }
@@ -441,27 +443,27 @@ mod tests {
     fn a_partition_was_not_added_to_a_topic_if_the_group_has_offsets_of_a_deleted_one_only() {
         let (deleted, current) = (Some(topic_identity(OTHER)), Some(topic_identity(CURRENT)));
         assert_eq!(
-            marked(
+            resolved(
                 &mut without_offset(2),
                 [("t0", 0, deleted.clone()), ("t1", 0, current)]
             ),
             [StartPosition::Recreated, StartPosition::AddedPartition]
         );
         assert_eq!(
-            marked(&mut without_offset(2), [("t0", 1, deleted)]),
+            resolved(&mut without_offset(2), [("t0", 1, deleted)]),
             [StartPosition::Recreated, StartPosition::NoOffset]
         );
     }
 
     #[test]
-    fn a_broker_that_does_not_answer_uses_the_whole_budget_once() {
+    fn a_broker_that_does_not_answer_is_asked_only_once() {
         let (mut starts, mut requests) = (without_offset(50), 0);
         let times_out = |_: &str, budget: Duration| {
             requests += 1;
             std::thread::sleep(budget);
             None
         };
-        mark_added(
+        resolve_without_offset(
             &mut starts,
             &mut budget(Duration::from_millis(20)),
             times_out,
@@ -473,7 +475,7 @@ mod tests {
         assert_eq!(
             twice.request(|budget| budget),
             Some(REQUEST_TIMEOUT),
-            "one request does not use the whole budget"
+            "one request gets at most REQUEST_TIMEOUT"
         );
     }
 
@@ -571,7 +573,7 @@ mod tests {
         assert_eq!(error_for(-1001, None).0, "start");
     }
 
-    /// A response without a top-level error, as brokers sent it before Kafka 0.11: each partition
+    /// A response without a top-level error, as brokers before Kafka 0.10.2 send it: each partition
     /// has the error.
     fn fail_each_partition(
         cluster: &MockCluster<'_, DefaultProducerContext>,
@@ -610,9 +612,9 @@ mod tests {
         );
     }
 
-    /// librdkafka serves a rebalance after all earlier events of the main queue. For a topic with
-    /// many partitions, one of them without a leader, librdkafka writes more log lines than one
-    /// turn of the polling loop serves events.
+    /// The main queue delivers a rebalance after all earlier events. For a topic with many
+    /// partitions, one of them without a leader, librdkafka writes log lines faster than the polling
+    /// loop takes events from the queue, so log lines have a queue of their own.
     #[test]
     fn log_lines_do_not_delay_rebalances() {
         let cluster = MockCluster::new(1).expect("a broker");
@@ -665,7 +667,7 @@ mod tests {
             (current.cluster_id.clone(), StartPosition::Recreated),
             (
                 Some("b25jZWdhdGUta2Fma2EtMg".into()),
-                StartPosition::Replica(8),
+                StartPosition::Mirrored(8),
             ),
             (None, StartPosition::Ambiguous(8)),
         ] {

@@ -79,7 +79,7 @@ impl TopicIds {
             match compared {
                 TopicMatch::Same => continue,
                 TopicMatch::Recreated => state.recreated.push(topic.clone()),
-                TopicMatch::Replica | TopicMatch::Ambiguous => {
+                TopicMatch::Mirrored | TopicMatch::Ambiguous => {
                     state.cluster_changed.push(topic.clone())
                 }
             }
@@ -103,7 +103,7 @@ impl TopicIds {
     pub(crate) fn log(&self, topic: &str, start: StartPosition) -> LogIdentity {
         let is_other_topic = matches!(
             start,
-            StartPosition::Recreated | StartPosition::Replica(_) | StartPosition::Ambiguous(_)
+            StartPosition::Recreated | StartPosition::Mirrored(_) | StartPosition::Ambiguous(_)
         );
         let may_repeat = is_other_topic || self.lock().compared.contains_key(topic);
         LogIdentity {

@@ -146,7 +146,7 @@ impl World {
             identity: Some(identity(self.committed.1)),
         };
         let current = identity(self.topic);
-        // Without cluster ids a recreated topic looks like a replica, so they are the same here.
+        // Without cluster ids a recreated topic looks like a mirrored one, so they are the same here.
         let start = if committed.identity.as_ref() == Some(&current) {
             StartPosition::from_committed(&committed, Some(&current))
         } else {

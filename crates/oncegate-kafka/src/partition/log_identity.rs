@@ -22,12 +22,13 @@ pub(crate) enum PositionIds {
     #[default]
     Unique,
     /// The offsets from `from` to below `to` may also belong to earlier messages of a topic of this
-    /// name: the topic was recreated or is a replica, or its log was truncated.
+    /// name: the topic was recreated or is mirrored, or its log was truncated.
     MayRepeat { from: i64, to: i64 },
 }
 
 impl PositionIds {
-    /// The message ids of a recreated topic, or of a replica on another cluster: any may repeat.
+    /// The message ids of a recreated topic, or of a mirrored topic on another cluster: any may
+    /// repeat.
     pub(crate) const RECREATED: Self = Self::MayRepeat {
         from: super::start::LOG_START,
         to: i64::MAX,
@@ -55,7 +56,7 @@ impl PositionIds {
 }
 
 /// The identity of a topic, which is committed as the metadata of each offset. Kafka assigns each
-/// topic an id when it is created; a replica on another cluster has another id.
+/// topic an id when it is created; a mirrored topic on another cluster has another id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(test, derive(Hash))]
 pub(crate) struct TopicIdentity {
@@ -71,9 +72,9 @@ pub(crate) enum TopicMatch {
     Same,
     /// The topic was deleted and created again, so the offset belongs to the deleted topic.
     Recreated,
-    /// A replica on another cluster, whose mirror translated the offset.
-    Replica,
-    /// Recreated or a replica; without a cluster id the two cannot be distinguished.
+    /// A mirrored topic on another cluster, whose mirror translated the offset.
+    Mirrored,
+    /// Recreated or mirrored; without a cluster id the two cannot be distinguished.
     Ambiguous,
 }
 
@@ -85,7 +86,7 @@ impl TopicIdentity {
         match (&self.cluster_id, &current.cluster_id) {
             _ if self.topic_id == current.topic_id => TopicMatch::Same,
             (Some(committed), Some(current)) if committed == current => TopicMatch::Recreated,
-            (Some(_), Some(_)) => TopicMatch::Replica,
+            (Some(_), Some(_)) => TopicMatch::Mirrored,
             (None, _) | (_, None) => TopicMatch::Ambiguous,
         }
     }
@@ -166,10 +167,10 @@ mod tests {
     }
 
     #[test]
-    fn another_topic_id_on_another_cluster_is_a_replica() {
+    fn another_topic_id_on_another_cluster_is_a_mirrored_topic() {
         assert_eq!(
             identity(TOPIC, Some(CLUSTER)).compare(&identity(OTHER_TOPIC, Some(OTHER_CLUSTER))),
-            TopicMatch::Replica
+            TopicMatch::Mirrored
         );
     }
 

@@ -11,10 +11,10 @@ pub(super) const LOG_START: i64 = 0;
 pub(crate) enum StartPosition {
     /// The offset that the group has committed.
     Committed(i64),
-    /// The offset that was committed on another cluster. The topic is a replica of the topic there.
-    Replica(i64),
-    /// The offset that was committed for a topic with another id. The current topic is a replica of
-    /// that topic, or was recreated.
+    /// The offset that was committed on another cluster. The topic mirrors the topic there.
+    Mirrored(i64),
+    /// The offset that was committed for a topic with another id. The current topic mirrors that
+    /// topic, or was recreated.
     Ambiguous(i64),
     /// The beginning, because the topic was recreated. The committed offset is ignored.
     Recreated,
@@ -57,7 +57,7 @@ impl StartPosition {
         match committed.compare(current) {
             TopicMatch::Same => Self::Committed(committed.offset),
             TopicMatch::Recreated => Self::Recreated,
-            TopicMatch::Replica => Self::Replica(committed.offset),
+            TopicMatch::Mirrored => Self::Mirrored(committed.offset),
             TopicMatch::Ambiguous => Self::Ambiguous(committed.offset),
         }
     }
@@ -84,7 +84,7 @@ impl StartPosition {
     /// decides.
     pub(super) fn offset(self) -> Option<i64> {
         match self {
-            Self::Committed(offset) | Self::Replica(offset) | Self::Ambiguous(offset) => {
+            Self::Committed(offset) | Self::Mirrored(offset) | Self::Ambiguous(offset) => {
                 Some(offset)
             }
             Self::Recreated => Some(LOG_START),
@@ -116,7 +116,7 @@ mod tests {
             (Some("now"), None, StartPosition::Committed(7)),
             (None, None, StartPosition::Committed(7)),
             (Some("before"), Some("here"), StartPosition::Recreated),
-            (Some("before"), Some("there"), StartPosition::Replica(7)),
+            (Some("before"), Some("there"), StartPosition::Mirrored(7)),
             (Some("before"), None, StartPosition::Ambiguous(7)),
         ] {
             let offset = committed(topic_id, cluster_id);

@@ -65,7 +65,7 @@ pub(crate) fn count_if_stale(is_assigned: bool) {
 
 impl SourceState {
     /// Counts and logs a duplicate whose id may be that of another message. The ids of
-    /// `IdSource::position()` repeat in a recreated topic, in a replica and after a truncation, so
+    /// `IdSource::position()` repeat in a recreated or mirrored topic and after a truncation, so
     /// the consumer skips new messages as duplicates. Only the source knows that offsets repeat.
     fn check_repeated_id(&mut self, delivery: &Delivery) {
         let Receipt {
