@@ -40,12 +40,12 @@ pub const RABBITMQ_METRICS: &[Metric] = &[
     Metric::counter(
         COPIES,
         &["queue"],
-        "Dead letters, in-doubt messages and delayed copies that were published and confirmed",
+        "Dead letters, in-doubt messages and delayed copies published and confirmed",
     ),
     Metric::counter(
         PUBLISH_RETRIES,
         &["queue"],
-        "Copies that were published again because they were not confirmed",
+        "Copies published again because they were not confirmed",
     ),
     Metric::gauge(
         BLOCKED,
@@ -55,6 +55,6 @@ pub const RABBITMQ_METRICS: &[Metric] = &[
     Metric::counter(
         BLOCKED_SECONDS,
         &["queue"],
-        "Whole seconds for which the broker blocked publishing, summed over all alarms that are over",
+        "Whole seconds for which the broker blocked publishing, summed over ended alarms",
     ),
 ];

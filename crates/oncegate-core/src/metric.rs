@@ -122,7 +122,7 @@ pub const METRICS: &[Metric] = &[
     ),
     Metric::histogram(
         HANDLE_SECONDS,
-        "Duration of one run of the handler or of reconcile, without runs that were dropped",
+        "Duration of one run of the handler or of reconcile, without dropped runs",
     ),
     Metric::histogram(
         COMPLETE_SECONDS,
@@ -144,7 +144,7 @@ pub const METRICS: &[Metric] = &[
     Metric::gauge(
         WAITING,
         &[],
-        "Deliveries queued behind another of their key or partition, or backing off after a failed attempt",
+        "Queued deliveries: behind another of their key or partition, or backing off after a failed attempt",
     ),
     Metric::gauge(
         AWAITING_CLAIM,
@@ -159,11 +159,11 @@ pub const METRICS: &[Metric] = &[
     Metric::gauge(
         STORE_UNAVAILABLE,
         &[],
-        "Consumers whose store is unavailable; they receive no messages",
+        "Consumers whose store is unavailable: claims wait, or handlers run without the store",
     ),
     Metric::counter(
         SHADOW,
         &["outcome"],
-        "Claims that the store did not grant at once, and that a Shadow granted",
+        "Claims that only a Shadow granted, by the store's answer: accept (duplicate), wait (busy), doubt, conflict, reject, pause (no answer)",
     ),
 ];

@@ -25,19 +25,19 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::gauge(
         LAG,
         &["topic", "partition"],
-        "Offsets between the offset to commit next and the end of the log; absent until both are known, 0 once the partition is revoked",
+        "Offsets between the offset to commit next and the last stable offset; absent until both are known, 0 once the partition is revoked",
     ),
     Metric::gauge(
         COMMIT_BLOCKED,
         &["topic", "partition"],
         "How long the lowest unsettled message has blocked the commits of its partition",
     ),
-    Metric::gauge(PARTITIONS, &[], "Partitions that are assigned now"),
-    Metric::counter(ASSIGNED, &[], "Partitions that were assigned"),
+    Metric::gauge(PARTITIONS, &[], "Assigned partitions"),
+    Metric::counter(ASSIGNED, &[], "Partitions assigned"),
     Metric::counter(
         REVOKED,
         &["lost"],
-        "Partitions that were revoked, or lost without a revocation",
+        "Partitions revoked, or lost without a revocation",
     ),
     Metric::counter(
         STALE_SETTLEMENTS,
@@ -57,7 +57,7 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::counter(
         CLIENTS_REPLACED,
         &[],
-        "Kafka clients that were replaced because they stalled, could not reach the group coordinator, had a fatal error, or their topic moved to another cluster",
+        "Kafka clients replaced because they stalled, could not reach the group coordinator, had a fatal error, or their topic moved to another cluster",
     ),
     Metric::counter(
         MESSAGES_EXPIRED,
@@ -72,12 +72,12 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::gauge(
         PARTITIONS_WITHOUT_LOG_END,
         &[],
-        "Assigned partitions whose log end no broker returns; while no broker answers, not all of them are requested",
+        "Assigned partitions whose last stable offset no broker returns; while no broker answers, not all of them are requested",
     ),
     Metric::counter(
         LOG_ENDS_UNKNOWN,
         &[],
-        "Times that the log end of a partition became unknown, so that its lag is not updated",
+        "Times that a partition's last stable offset became unknown, so that its lag is not updated",
     ),
     Metric::counter(
         TOPICS_RECREATED,
@@ -92,11 +92,11 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::counter(
         IDS_REPEATED,
         &[],
-        "Messages of a recreated topic, of a replica or of a truncated log that were skipped because their id was handled before",
+        "Messages of a recreated or mirrored topic, or of a truncated log, skipped because their id was handled before",
     ),
     Metric::counter(
         PARTITIONS_ADDED,
         &[],
-        "Partitions that were added to a topic which the group already read",
+        "Partitions added to a topic that the group already read",
     ),
 ];

@@ -8,5 +8,5 @@ pub(crate) const MARKERS_EXPIRED: &str = "oncegate_postgres_markers_expired_tota
 pub const POSTGRES_METRICS: &[Metric] = &[Metric::counter(
     MARKERS_EXPIRED,
     &[],
-    "Expired markers that were deleted",
+    "Expired markers deleted",
 )];

@@ -8,5 +8,5 @@ pub(super) const MARKERS_EXPIRED: &str = "oncegate_sqlite_markers_expired_total"
 /// The metrics of the SQLite store.
 pub const SQLITE_METRICS: &[Metric] = &[
     Metric::counter(CLOCK_JUMPS, &["direction"], "Jumps of the system clock"),
-    Metric::counter(MARKERS_EXPIRED, &[], "Expired markers that were deleted"),
+    Metric::counter(MARKERS_EXPIRED, &[], "Expired markers deleted"),
 ];
