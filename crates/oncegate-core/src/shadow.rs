@@ -19,8 +19,9 @@ use crate::store::{Persistence, Store, StoreError};
 ///
 /// It grants every claim, whatever the inner store answers, and no answer of the inner store stops
 /// a message or discards the result of its run. The [`ShadowReport`] counts what a consumer without
-/// the `Shadow` would have done. The inner store gets the same operations as without the `Shadow`,
-/// so it has the ids of handled messages when the `Shadow` is removed.
+/// the `Shadow` would have done. The inner store gets the same claims, except for a second after an
+/// error, and the results of those that it granted, so it has the ids of handled messages when the
+/// `Shadow` is removed.
 ///
 /// If the system already deduplicates messages with keys in the same store, the `Shadow` needs its
 /// own keys (a prefix of the store, or a scope). Otherwise the present deduplication takes a marker

@@ -6,9 +6,9 @@ use async_trait::async_trait;
 use oncegate_core::marker::{Guarantee, Operation, Verdict};
 use oncegate_core::{Persistence, Store, StoreError};
 
-/// A store behind a network that loses replies: the operations of a batch, or only the first of
-/// them, are applied, and the caller receives no reply. A plan chooses the fault of each batch by
-/// its operations.
+/// A store behind a network that loses replies: the operations of a batch, or only the first n, are
+/// applied, and the caller receives no reply. A plan chooses the outcome of each batch by its
+/// operations.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -24,13 +24,13 @@ pub struct LosesReplies<P> {
     plan: P,
 }
 
-/// Whether the reply to one batch is lost.
+/// Whether the reply to one batch is lost, and how many of its operations are applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReplyFault {
     /// All operations are applied, and the caller receives the reply.
     Answered,
-    /// The first `applied` operations are applied, and each operation of the batch fails with
+    /// Only the first n operations (`applied`) are applied, and each operation of the batch fails with
     /// [`StoreError::Unknown`].
     Lost {
         /// The number of applied operations; if it exceeds the size of the batch, all are applied.
@@ -39,7 +39,7 @@ pub enum ReplyFault {
 }
 
 impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> LosesReplies<P> {
-    /// Wraps a store; `plan` chooses the fault of each batch.
+    /// Wraps a store; `plan` chooses the outcome of each batch.
     pub fn new(store: Arc<dyn Store>, plan: P) -> Self {
         Self { store, plan }
     }
@@ -75,7 +75,8 @@ impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> Store for LosesReplies<P> 
         self.store.persistence().await
     }
 
-    /// Returns the inner store's handle: replies to renewals are not lost.
+    /// Returns the inner store's handle for renewals. If it has one, replies to renewals are not
+    /// lost; otherwise renewals pass through this store.
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
         self.store.for_renewals()
     }

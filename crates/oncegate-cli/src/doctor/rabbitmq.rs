@@ -303,7 +303,7 @@ fn add_plain_quorum(role: &QueueRole, at: String, findings: &mut DoctorFindings)
 }
 
 const REDECLARE: &str =
-    "queue arguments cannot be changed: drain the queue, delete it, and declare it";
+    "queue arguments cannot be changed: empty the queue, delete it, and declare it";
 
 /// Adds the finding about an argument that differs.
 fn add_mismatch(
@@ -384,8 +384,8 @@ enum ProbeResult {
     PlainQuorum,
 }
 
-/// The sets of arguments to compare with those of a queue: those that the consumer declares, those
-/// of a classic queue, and others for which the broker may name another difference.
+/// The sets of arguments to compare with those of a queue. If none is equal, the broker names one
+/// difference for each of them, so several sets find more differences.
 fn probes(role: &QueueRole) -> Vec<(FieldTable, ProbeResult)> {
     let text = |value: &str| AMQPValue::LongString(value.into());
     let mut plain = FieldTable::default();

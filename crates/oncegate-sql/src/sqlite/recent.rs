@@ -4,7 +4,7 @@
 //! In a table that is sorted by key, each random id changes another page, which is written twice
 //! (to the write-ahead log, then to the file). The end of `recent_markers` is a few pages for a
 //! whole transaction, and a range of consecutive keys is in few pages of `merged_markers`. Keys at
-//! the end of `merged_markers`, as ascending ids are, are written to it at once.
+//! the end of `merged_markers`, as ascending ids are, are written to it directly.
 //!
 //! A merge cycle copies the rows that exist when it starts, in the order of their keys, a few in
 //! each transaction. A row is current in `recent_markers` until it is merged, and in
@@ -14,11 +14,12 @@ use std::collections::HashMap;
 
 use rusqlite::{Connection, OptionalExtension, params};
 
-/// When recent markers are merged, and which markers are written to `merged_markers` at once.
+/// When recent markers are merged, and which markers are written to `merged_markers` directly.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MergeLimits {
-    /// From this number of recent markers on, each transaction merges as many as it has operations.
-    /// The higher the number, the fewer pages a merge cycle changes for each marker.
+    /// From this number of recent markers on, and while a merge cycle runs, each transaction merges
+    /// as many as it has operations. The higher the number, the fewer pages a merge cycle changes
+    /// for each marker.
     pub(crate) merge_from: usize,
     /// How many of the last rows of `merged_markers` count as its end. They are in few pages.
     pub(crate) end_rows: u32,
@@ -175,7 +176,7 @@ impl RecentMarkers {
         Ok(())
     }
 
-    /// Whether a key that has no recent row is written to `merged_markers` at once.
+    /// Whether a key that has no recent row is written to `merged_markers` directly.
     pub(crate) fn is_at_end(&self, key: &str) -> bool {
         self.end.as_ref().is_none_or(|end| key > end.as_str())
     }
@@ -339,7 +340,7 @@ mod tests {
         })
     }
 
-    /// A number below `bound`; the same seed repeats the same numbers (SplitMix64).
+    /// A number below `bound`; the same seed repeats the same numbers (a shortened SplitMix64).
     fn below(seed: &mut u64, bound: u64) -> u64 {
         *seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let bits = (*seed ^ (*seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -24,8 +24,8 @@ pub enum RedisPersistence {
     /// No persistence: a restarted server is empty.
     #[default]
     Nothing,
-    /// The append-only file with `appendfsync everysec`: a crash of the process loses nothing, a
-    /// crash of the machine the writes of the last second.
+    /// The append-only file with `appendfsync everysec`: a power cut, or a crash of the process
+    /// while its disk is busy, may lose the last two seconds.
     EverySecond,
     /// The append-only file with `appendfsync always`.
     EveryWrite,
@@ -224,7 +224,7 @@ impl RedisServer {
     }
 
     /// Starts a stopped server so that it replies with `LOADING` for about this long before it
-    /// serves clients. The time is shorter if there is little to load: an append-only file of a
+    /// executes commands. The time is shorter if there is little to load: an append-only file of a
     /// thousand commands takes 0.5 s.
     ///
     /// # Errors
@@ -232,15 +232,15 @@ impl RedisServer {
     pub fn start_again_loading(&mut self, lasts: Duration) -> Result<(), ServerError> {
         let (port, password) = (self.kind().port, self.kind().options.password.clone());
         let settings = self.kind().options.settings.len();
-        // The delay applies to each loaded command; Redis serves clients after every 1,024
-        // commands.
+        // The delay applies to each loaded command; Redis handles client connections after every
+        // 1,024 commands.
         self.kind_mut()
             .options
             .settings
             .push(("key-load-delay".into(), LOAD_DELAY.to_string()));
         let end_of_loading = std::thread::spawn(move || {
             std::thread::sleep(lasts);
-            // Fails only if the server does not listen; then it does not load either.
+            // Fails only if the server does not listen yet; then it does not load either.
             let _ = send_command(port, password.as_deref(), "CONFIG SET key-load-delay 0");
         });
         let started = self.start_again();
@@ -348,12 +348,11 @@ impl ServerKind for Redis {
         vec![command]
     }
 
-    fn answers(&self, number: u32, _: &str) -> bool {
+    fn answers(&self, process_id: u32, _: &str) -> bool {
         // The process id in the reply rules out another server on the same port.
-        let process_id = format!("\r\nprocess_id:{number}\r\n");
-        self.ask("INFO").is_ok_and(|answer| {
-            answer.contains(&process_id) && answer.contains("\r\nloading:0\r\n")
-        })
+        let line = format!("\r\nprocess_id:{process_id}\r\n");
+        self.ask("INFO")
+            .is_ok_and(|answer| answer.contains(&line) && answer.contains("\r\nloading:0\r\n"))
     }
 }
 

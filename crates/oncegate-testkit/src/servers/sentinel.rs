@@ -44,9 +44,9 @@ impl ServerKind for Sentinel {
         vec![command]
     }
 
-    fn answers(&self, number: u32, _: &str) -> bool {
+    fn answers(&self, process_id: u32, _: &str) -> bool {
         send_command(self.port, None, "INFO server")
-            .is_ok_and(|answer| answer.contains(&format!("\r\nprocess_id:{number}\r\n")))
+            .is_ok_and(|answer| answer.contains(&format!("\r\nprocess_id:{process_id}\r\n")))
     }
 }
 

@@ -35,7 +35,7 @@ pub trait ServerKind {
 
     /// Whether the server with this process id, which has printed `log` since its start, answers a
     /// client.
-    fn answers(&self, number: u32, log: &str) -> bool;
+    fn answers(&self, process_id: u32, log: &str) -> bool;
 }
 
 /// A running or stopped server.
