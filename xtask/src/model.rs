@@ -18,10 +18,10 @@ pub(crate) struct Arguments {
 
 /// The mutants of `crates/oncegate-core/tests/isolation.patch`.
 const ISOLATION_MUTANTS: [&str; 4] = [
-    "forgets-who-waits",
+    "forgets-waiting-suspects",
     "claims-beside-suspects",
     "ignores-isolation",
-    "wakes-nobody",
+    "wakes-no-waiting-suspect",
 ];
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {

@@ -13,6 +13,7 @@ mod executor;
 mod intake;
 mod late;
 mod leases;
+mod log_kind;
 mod logs;
 mod reporter;
 mod runs;
@@ -412,7 +413,7 @@ impl Engine {
         // report.
         self.reporter
             .logs
-            .log_suppressed(now() + logs::LONGEST_PERIOD);
+            .log_suppressed(now() + log_kind::LONGEST_PERIOD);
         fault::point("drain.closing");
         let closed = self.source.close(self.drain.close_by(now())).await;
         fault::point("drain.closed");

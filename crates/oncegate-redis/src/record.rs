@@ -16,8 +16,7 @@
 //! attempts `max_attempts` does not count, how many ended in a crash since the id was last redriven,
 //! and whether earlier attempts had no effect (`n`) or an unknown one (`u`).
 //!
-//! `<horizon ms>` is the time after the last write at which the marker expires, if nobody resolves
-//! it.
+//! `<horizon ms>` is how long after the last write the marker expires if it is not resolved before.
 //!
 //! `apply.lua` reads and writes the same format.
 

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::entry::InFlightEntry;
+use super::log_kind::LogKind;
 use crate::clock::now;
 use crate::id::MessageId;
 use crate::lifecycle::{DoubtCause, Event, Outcome, Reason, Settlement, Stage};
@@ -13,82 +14,31 @@ use crate::run::RunResult;
 use crate::source::Settled;
 use crate::store::StoreError;
 
-/// The throttles of the log lines: one for each kind, so that a frequent kind hides no other.
-pub(super) struct Logs {
-    unavailable: LogThrottle,
-    late_completions_full: LogThrottle,
-    queue_full: LogThrottle,
-    unknown_age: LogThrottle,
-    rejected: LogThrottle,
-    in_doubt: LogThrottle,
-    panicked: LogThrottle,
-    failed: LogThrottle,
-    timed_out: LogThrottle,
-    outcome_unknown: LogThrottle,
-    database_unavailable: LogThrottle,
-    reconciled: LogThrottle,
-    taken_over: LogThrottle,
-    possible_crash_loop: LogThrottle,
-    held_elsewhere: LogThrottle,
-    lease_lost: LogThrottle,
-    handler_dropped: LogThrottle,
-    not_recorded: LogThrottle,
-}
-
-/// The maximum number of lines of most kinds in each [`PERIOD`], so that a burst of messages that
-/// fail at once is logged message by message.
-const MAX_LINES: u32 = 100;
-/// The period of [`MAX_LINES`].
-const PERIOD: Duration = Duration::from_secs(10);
-/// The longest period of a throttle.
-pub(super) const LONGEST_PERIOD: Duration = Duration::from_secs(600);
-/// The maximum number of lines about unrecorded outcomes per second. They are logged only when a
-/// consumer ends, for each delivery in flight.
-const MAX_NOT_RECORDED: u32 = 1000;
+/// The throttles of the log lines, by [`LogKind`].
+pub(super) struct Logs([LogThrottle; LogKind::ALL.len()]);
 
 impl Logs {
     pub(super) fn new() -> Self {
-        let [
-            unavailable,
-            late_completions_full,
-            queue_full,
-            unknown_age,
-            failed,
-            database_unavailable,
-        ] = [10, 10, 10, 600, 1, 10]
-            .map(|seconds| LogThrottle::every(Duration::from_secs(seconds)));
-        let [
-            rejected,
-            in_doubt,
-            panicked,
-            timed_out,
-            outcome_unknown,
-            reconciled,
-            taken_over,
-            possible_crash_loop,
-            held_elsewhere,
-            lease_lost,
-            handler_dropped,
-        ] = std::array::from_fn(|_| LogThrottle::up_to(MAX_LINES, PERIOD));
-        Self {
-            unavailable,
-            late_completions_full,
-            queue_full,
-            unknown_age,
-            rejected,
-            in_doubt,
-            panicked,
-            failed,
-            timed_out,
-            outcome_unknown,
-            database_unavailable,
-            reconciled,
-            taken_over,
-            possible_crash_loop,
-            held_elsewhere,
-            lease_lost,
-            handler_dropped,
-            not_recorded: LogThrottle::up_to(MAX_NOT_RECORDED, Duration::from_secs(1)),
+        Self(LogKind::ALL.map(LogKind::throttle))
+    }
+
+    /// If a line of this kind may be written, returns how many were suppressed since the last one.
+    fn due(&mut self, kind: LogKind) -> Option<u64> {
+        self.0[kind as usize].due(now())
+    }
+
+    /// When [`log_suppressed`](Self::log_suppressed) has something to log.
+    pub(super) fn report_at(&self) -> Option<Instant> {
+        self.0.iter().filter_map(LogThrottle::report_at).min()
+    }
+
+    /// Logs how many lines of each kind were suppressed, if no other line of that kind followed.
+    pub(super) fn log_suppressed(&mut self, now: Instant) {
+        for kind in LogKind::ALL {
+            let suppressed_lines = self.0[kind as usize].take_suppressed(now);
+            if suppressed_lines > 0 {
+                kind.log_suppressed(suppressed_lines);
+            }
         }
     }
 
@@ -97,12 +47,12 @@ impl Logs {
         let Settlement::Reject(reason) = settled.settlement else {
             return;
         };
-        let throttle = if reason.is_in_doubt() {
-            &mut self.in_doubt
+        let kind = if reason.is_in_doubt() {
+            LogKind::InDoubt
         } else {
-            &mut self.rejected
+            LogKind::Rejected
         };
-        let Some(suppressed_lines) = throttle.due(now()) else {
+        let Some(suppressed_lines) = self.due(kind) else {
             return;
         };
         let failure_history = settled.failure_history.as_deref();
@@ -144,84 +94,19 @@ impl Logs {
         }
     }
 
-    /// All throttles, each with its lines.
-    fn throttles(&mut self) -> [(&mut LogThrottle, SuppressedKind); 18] {
-        use SuppressedKind::{InDoubt, Info, Rejected, Warn};
-        // Without `..`, so that a new throttle is not left out.
-        let Self {
-            unavailable,
-            late_completions_full,
-            queue_full,
-            unknown_age,
-            rejected,
-            in_doubt,
-            panicked,
-            failed,
-            timed_out,
-            outcome_unknown,
-            database_unavailable,
-            reconciled,
-            taken_over,
-            possible_crash_loop,
-            held_elsewhere,
-            lease_lost,
-            handler_dropped,
-            not_recorded,
-        } = self;
-        [
-            (rejected, Rejected),
-            (in_doubt, InDoubt),
-            (unavailable, Warn("store unavailable")),
-            (late_completions_full, Warn("completion not recorded")),
-            (queue_full, Warn("queue limit reached")),
-            (unknown_age, Warn("message without a timestamp")),
-            (panicked, Warn("handler panicked")),
-            (failed, Warn("handler failed without an effect")),
-            (timed_out, Warn("handler timed out")),
-            (
-                outcome_unknown,
-                Warn("handler failed, its outcome is unknown"),
-            ),
-            (database_unavailable, Warn("transaction not begun")),
-            (reconciled, Info("reconcile ended or panicked")),
-            (taken_over, Info("message taken over")),
-            (possible_crash_loop, Warn("possible crash loop")),
-            (held_elsewhere, Info("message waits")),
-            (lease_lost, Warn("lease lost")),
-            (handler_dropped, Warn("handler dropped")),
-            (not_recorded, Warn("outcome not recorded")),
-        ]
-    }
-
-    /// When [`log_suppressed`](Self::log_suppressed) has something to log.
-    pub(super) fn report_at(&mut self) -> Option<Instant> {
-        let throttles = self.throttles();
-        throttles.iter().filter_map(|(it, _)| it.report_at()).min()
-    }
-
-    /// Logs how many lines of each kind were suppressed, if no other line of that kind followed.
-    pub(super) fn log_suppressed(&mut self, now: Instant) {
-        for (throttle, lines) in self.throttles() {
-            let suppressed_lines = throttle.take_suppressed(now);
-            if suppressed_lines > 0 {
-                lines.log_suppressed(suppressed_lines);
-            }
-        }
-    }
-
     /// Logs that a handler failed, or the result of `reconcile`.
     #[cold]
     pub(super) fn run_failed(&mut self, entry: &InFlightEntry, finished: &RunResult) {
-        let throttle = match finished.event {
-            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => &mut self.panicked,
-            Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)) => &mut self.timed_out,
-            Event::Returned(Outcome::Unknown(_)) => &mut self.outcome_unknown,
-            Event::Returned(Outcome::Retry) => &mut self.failed,
-            Event::Returned(Outcome::Unavailable) => &mut self.database_unavailable,
-            Event::Reconciled(_) => &mut self.reconciled,
+        let kind = match finished.event {
+            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => LogKind::Panicked,
+            Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)) => LogKind::TimedOut,
+            Event::Returned(Outcome::Unknown(_)) => LogKind::OutcomeUnknown,
+            Event::Returned(Outcome::Retry) => LogKind::Failed,
+            Event::Returned(Outcome::Unavailable) => LogKind::DatabaseUnavailable,
+            Event::Reconciled(_) => LogKind::Reconciled,
             _ => return,
         };
-        let Some(suppressed_lines) = throttle.due(now()) else {
+        let Some(suppressed_lines) = self.due(kind) else {
             return;
         };
         let (id, attempt) = (entry.id().map(MessageId::as_str), entry.attempt());
@@ -269,7 +154,7 @@ impl Logs {
 
     /// Logs, in at most once, that `max_age` is not checked because a message has no timestamp.
     pub(super) fn unknown_age(&mut self, message: &Message) {
-        if let Some(suppressed_lines) = self.unknown_age.due(now()) {
+        if let Some(suppressed_lines) = self.due(LogKind::UnknownAge) {
             tracing::warn!(
                 origin = %message.origin,
                 suppressed_lines,
@@ -281,7 +166,7 @@ impl Logs {
 
     /// Logs that the consumer receives nothing, because too many deliveries are queued.
     pub(super) fn queue_full(&mut self, queued: usize, bytes: usize) {
-        if let Some(suppressed_lines) = self.queue_full.due(now()) {
+        if let Some(suppressed_lines) = self.due(LogKind::QueueFull) {
             tracing::warn!(
                 queued,
                 bytes,
@@ -293,7 +178,7 @@ impl Logs {
 
     /// Logs that the store did not answer an operation.
     pub(super) fn unavailable(&mut self, error: &StoreError, in_flight: usize) {
-        if let Some(suppressed_lines) = self.unavailable.due(now()) {
+        if let Some(suppressed_lines) = self.due(LogKind::Unavailable) {
             tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
         }
     }
@@ -301,7 +186,7 @@ impl Logs {
     /// Logs that the completion of a message that was handled without the store will not be
     /// recorded.
     pub(super) fn late_completions_full(&mut self) {
-        if let Some(suppressed_lines) = self.late_completions_full.due(now()) {
+        if let Some(suppressed_lines) = self.due(LogKind::LateCompletionsFull) {
             tracing::warn!(
                 suppressed_lines,
                 "completion not recorded: too many messages were handled without the store; a redelivery of this one runs again"
@@ -311,7 +196,7 @@ impl Logs {
 
     /// Logs that the claim of a message took over a lease that ended without a recorded outcome.
     pub(super) fn taken_over(&mut self, entry: &InFlightEntry, attempts: Attempts) {
-        if let Some(suppressed_lines) = self.taken_over.due(now()) {
+        if let Some(suppressed_lines) = self.due(LogKind::TakenOver) {
             let (id, origin) = id_and_origin(entry);
             let Attempts {
                 number: attempt,
@@ -331,7 +216,7 @@ impl Logs {
 
     /// Logs that the lease of a message ended while its handler or `reconcile` ran.
     pub(super) fn lease_lost(&mut self, entry: &InFlightEntry) {
-        if let Some(suppressed_lines) = self.lease_lost.due(now()) {
+        if let Some(suppressed_lines) = self.due(LogKind::LeaseLost) {
             let (id, origin) = id_and_origin(entry);
             let attempt = entry.attempt();
             tracing::warn!(
@@ -346,7 +231,7 @@ impl Logs {
 
     /// Logs that the handler of a message still ran at the end of the drain timeout.
     pub(super) fn handler_dropped(&mut self, entry: &InFlightEntry) {
-        if let Some(suppressed_lines) = self.handler_dropped.due(now()) {
+        if let Some(suppressed_lines) = self.due(LogKind::HandlerDropped) {
             let (id, origin) = id_and_origin(entry);
             let attempt = entry.attempt();
             tracing::warn!(
@@ -374,7 +259,7 @@ impl Logs {
             New(_) | Claiming(..) | AwaitingClaim(..) | ClaimingInDrain(_) | Withdrawing(..)
             | Ready(_) | WithoutClaim(_) | Settled => return,
         };
-        let Some(suppressed_lines) = self.not_recorded.due(now()) else {
+        let Some(suppressed_lines) = self.due(LogKind::NotRecorded) else {
             return;
         };
         let (id, origin) = id_and_origin(entry);
@@ -405,7 +290,7 @@ impl Logs {
         attempts: Attempts,
         max_crashes: u32,
     ) {
-        if let Some(suppressed_lines) = self.possible_crash_loop.due(now()) {
+        if let Some(suppressed_lines) = self.due(LogKind::PossibleCrashLoop) {
             let (id, origin) = id_and_origin(entry);
             let Attempts {
                 number: attempt,
@@ -426,40 +311,9 @@ impl Logs {
 
     /// Logs that a message waits because another delivery holds its id.
     pub(super) fn held_elsewhere(&mut self, entry: &InFlightEntry, remaining: Duration) {
-        if let Some(suppressed_lines) = self.held_elsewhere.due(now()) {
+        if let Some(suppressed_lines) = self.due(LogKind::HeldElsewhere) {
             let (id, origin) = id_and_origin(entry);
             tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another delivery holds the lease of its id, or held it when its process crashed");
-        }
-    }
-}
-
-/// The lines of one throttle: how they begin, and their level.
-#[derive(Clone, Copy)]
-enum SuppressedKind {
-    Rejected,
-    InDoubt,
-    Warn(&'static str),
-    Info(&'static str),
-}
-
-impl SuppressedKind {
-    #[cold]
-    fn log_suppressed(self, suppressed_lines: u64) {
-        match self {
-            Self::Rejected => tracing::warn!(
-                suppressed_lines,
-                "more messages rejected than logged: see them with `oncegate dead-letters list`"
-            ),
-            Self::InDoubt => tracing::warn!(
-                suppressed_lines,
-                "more messages in doubt than logged: see them with `oncegate in-doubt list`"
-            ),
-            Self::Warn(lines) => tracing::warn!(
-                suppressed_lines,
-                lines,
-                "more events than logged: see the last line that begins as `lines` says"
-            ),
-            Self::Info(lines) => tracing::info!(suppressed_lines, lines, "more events than logged"),
         }
     }
 }
@@ -472,11 +326,20 @@ fn id_and_origin(entry: &InFlightEntry) -> (Option<&str>, &Origin) {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::sync::Mutex;
 
     use tracing_subscriber::fmt::MakeWriter;
 
+    use super::super::log_kind::LONGEST_PERIOD;
     use super::*;
+
+    #[test]
+    fn each_kind_is_at_its_index() {
+        for (index, kind) in LogKind::ALL.into_iter().enumerate() {
+            assert_eq!(kind as usize, index, "{kind:?}");
+        }
+    }
 
     #[test]
     fn the_last_suppressed_lines_of_each_kind_are_reported() {
@@ -488,27 +351,22 @@ mod tests {
         let _guard = tracing::subscriber::set_default(subscriber);
         let (mut logs, start) = (Logs::new(), Instant::now());
         assert_eq!(logs.report_at(), None);
-        let mut fields = Vec::new();
-        for (throttle, lines) in logs.throttles() {
-            while throttle.due(start).is_some() {}
-            fields.push(match lines {
-                SuppressedKind::Rejected => "more messages rejected than logged".to_owned(),
-                SuppressedKind::InDoubt => "more messages in doubt than logged".to_owned(),
-                SuppressedKind::Warn(lines) | SuppressedKind::Info(lines) => {
-                    format!("lines=\"{lines}\"")
-                }
-            });
+        for kind in LogKind::ALL {
+            while logs.0[kind as usize].due(start).is_some() {}
         }
         let first = logs.report_at().expect("a time");
         assert_eq!(first, start + Duration::from_secs(1));
         logs.log_suppressed(start + LONGEST_PERIOD);
         assert_eq!(logs.report_at(), None);
         let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
-        for field in &fields {
-            let lines: Vec<&str> = log.lines().filter(|line| line.contains(field)).collect();
-            assert_eq!(lines.len(), 1, "{field} in {log}");
-            assert!(lines[0].contains("suppressed_lines=1"), "{}", lines[0]);
+        for line in log.lines() {
+            assert!(line.contains("suppressed_lines=1"), "{line}");
         }
-        assert_eq!(log.lines().count(), fields.len(), "{log}");
+        let different: BTreeSet<&str> = log
+            .lines()
+            .filter_map(|line| line.split_once(": ").map(|(_, text)| text))
+            .collect();
+        assert_eq!(different.len(), LogKind::ALL.len(), "{log}");
+        assert_eq!(log.lines().count(), LogKind::ALL.len(), "{log}");
     }
 }
