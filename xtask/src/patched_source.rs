@@ -25,7 +25,9 @@ pub(crate) fn patched_source(patch: &str, into: &str) -> Result<PathBuf, Error> 
         return Err(Error::Failed(shown.to_owned()));
     }
     for file in String::from_utf8_lossy(&listed.stdout).split_terminator('\0') {
-        copy_if_changed(&setup::root().join(file), &into.join(file)).map_err(cannot_run)?;
+        let copy = into.join(file);
+        copy_if_changed(&setup::root().join(file), &copy)
+            .map_err(|source| Error::File { path: copy, source })?;
     }
     let mut apply = Command::new("git");
     apply

@@ -30,7 +30,7 @@ pub(crate) enum Severity {
     Error,
     /// The consumer may lose or duplicate messages, or stop, under some conditions.
     Warning,
-    /// A change that is not necessary.
+    /// A recommended change; the consumer is safe without it.
     Advice,
 }
 

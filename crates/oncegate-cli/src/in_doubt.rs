@@ -145,7 +145,7 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
                 bar.inc(1);
                 let selected = message.id().and_then(|id| session.ids.get_mut(id));
                 if let (DeadLetterState::Resolved, Some(entry)) = (message.state, selected) {
-                    entry.already_resolved += 1;
+                    entry.was_resolved = true;
                 }
                 if message.state.is_pending()
                     && message.id().is_some_and(|id| session.ids.contains_key(id))
@@ -208,8 +208,8 @@ struct SelectedId<'a> {
     update: MarkerUpdate,
     /// The number of messages with this id that were read.
     messages: usize,
-    /// How many messages with this id were resolved before; Kafka keeps them.
-    already_resolved: usize,
+    /// Whether a message with this id was resolved before; Kafka keeps it.
+    was_resolved: bool,
 }
 
 /// The entry of an id, if its marker still has to be updated.
@@ -249,7 +249,7 @@ impl<'a> ResolveSession<'a> {
                     marker,
                     update,
                     messages: 0,
-                    already_resolved: 0,
+                    was_resolved: false,
                 },
             );
         }
@@ -424,7 +424,7 @@ impl<'a> ResolveSession<'a> {
                 continue;
             };
             let (before, state) = (entry.marker.summary(), entry.marker.state());
-            if state != MarkerState::InDoubt && entry.already_resolved > 0 {
+            if state != MarkerState::InDoubt && entry.was_resolved {
                 report.note_left(
                     &id,
                     format!(

@@ -1,4 +1,4 @@
-//! The clock of pauses, deadlines and log throttles.
+//! The clock of the engine and of its status.
 
 use std::time::Instant;
 

@@ -1,14 +1,15 @@
 //! Messages that crash their process, and the isolation of messages that may have crashed one, in
 //! thousands of interleavings of crashes, drains and revocations.
 //!
-//! `cargo xtask model --mutants` checks that these tests find the mutants of `isolation/mutants.patch`.
+//! `cargo xtask model --mutants` checks that these tests find the mutants of `isolation.patch`.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
+use oncegate_core::internal::Lock;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 use oncegate_core::source::{
@@ -47,12 +48,12 @@ impl Random {
 struct Fixture {
     broker: MemoryBroker,
     /// Each marker with the process that wrote it.
-    markers: Mutex<HashMap<Key, (Marker, u32)>>,
-    ended_processes: Mutex<HashSet<u32>>,
-    handled: Mutex<HashSet<String>>,
-    started_processes: Mutex<u32>,
+    markers: Lock<HashMap<Key, (Marker, u32)>>,
+    ended_processes: Lock<HashSet<u32>>,
+    handled: Lock<HashSet<String>>,
+    started_processes: Lock<u32>,
     /// Delays requests to the store and runs, in a random schedule.
-    delays: Option<Mutex<Random>>,
+    delays: Option<Lock<Random>>,
     requests: AtomicU32,
 }
 
@@ -62,7 +63,7 @@ impl Fixture {
         let Some(delays) = &self.delays else {
             return tokio::task::yield_now().await;
         };
-        let delay = Delay::random(&mut lock(delays));
+        let delay = Delay::random(&mut delays.lock());
         delay.wait().await;
     }
 }
@@ -97,15 +98,15 @@ fn fixture() -> Arc<Fixture> {
     fixture_with(None)
 }
 
-fn fixture_with(delays: Option<Mutex<Random>>) -> Arc<Fixture> {
+fn fixture_with(delays: Option<Lock<Random>>) -> Arc<Fixture> {
     Arc::new(Fixture {
         delays,
         requests: AtomicU32::new(0),
         broker: MemoryBroker::new("q"),
-        markers: Mutex::default(),
-        ended_processes: Mutex::default(),
-        handled: Mutex::default(),
-        started_processes: Mutex::default(),
+        markers: Lock::default(),
+        ended_processes: Lock::default(),
+        handled: Lock::default(),
+        started_processes: Lock::default(),
     })
 }
 
@@ -131,11 +132,7 @@ fn mark_crashed(fixture: &Fixture, id: &str, crashes: u32) {
         effect: marker::Effect::Unknown,
     };
     let key = Key::new(&MessageId::new(id).expect("an id"));
-    lock(&fixture.markers).insert(key, (marker, 0));
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    fixture.markers.lock().insert(key, (marker, 0));
 }
 
 /// The store of one process. A lease ends when its holder's process ends.
@@ -159,8 +156,8 @@ impl Store for ProcessStore {
 impl ProcessStore {
     fn answers(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let (mut markers, ended) = (
-            lock(&self.fixture.markers),
-            lock(&self.fixture.ended_processes),
+            self.fixture.markers.lock(),
+            self.fixture.ended_processes.lock(),
         );
         let mut answers = Vec::new();
         for operation in operations {
@@ -264,7 +261,7 @@ impl Handler for Work {
             std::future::pending::<()>().await;
         }
         self.fixture.delay().await;
-        lock(&self.fixture.handled).insert(cx.id().to_string());
+        self.fixture.handled.lock().insert(cx.id().to_string());
         Ok(())
     }
 }
@@ -273,7 +270,7 @@ impl Handler for Work {
 async fn processes(fixture: Arc<Fixture>, triggers: Triggers, in_flight: usize, order: Order) {
     loop {
         let process = {
-            let mut started = lock(&fixture.started_processes);
+            let mut started = fixture.started_processes.lock();
             *started += 1;
             *started
         };
@@ -310,7 +307,7 @@ async fn processes(fixture: Arc<Fixture>, triggers: Triggers, in_flight: usize, 
             ended = consumer.run_until(async move { drain.notified().await }) => ended.expect("a clean end"),
             () = triggers.crash.notified() => {}
         }
-        lock(&fixture.ended_processes).insert(process);
+        fixture.ended_processes.lock().insert(process);
     }
 }
 
@@ -337,7 +334,7 @@ fn run_schedule(seed: u64) -> Course {
 async fn schedule(seed: u64) -> Course {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     let delays = Random(seed.wrapping_mul(0xD6E8_FEB8_6659_FD93) | 1);
-    let fixture = fixture_with(Some(Mutex::new(delays)));
+    let fixture = fixture_with(Some(Lock::new(delays)));
     let messages = 2 + random.below(9);
     let crashing = random.below(messages + 2); // in some schedules there is none
     for number in 0..messages {
@@ -394,7 +391,7 @@ async fn schedule(seed: u64) -> Course {
         vec![]
     };
     assert_eq!(dead_letters, expected, "seed {seed}");
-    let mut handled: Vec<String> = lock(&fixture.handled).iter().cloned().collect();
+    let mut handled: Vec<String> = fixture.handled.lock().iter().cloned().collect();
     handled.sort();
     assert_eq!(
         handled.len() as u64,
@@ -404,7 +401,7 @@ async fn schedule(seed: u64) -> Course {
     Course {
         dead_letters,
         handled,
-        processes: *lock(&fixture.started_processes),
+        processes: *fixture.started_processes.lock(),
         requests: fixture.requests.load(Ordering::Relaxed),
     }
 }
@@ -452,12 +449,12 @@ impl Handler for ChecksNoOtherClaim {
                 tokio::task::yield_now().await;
             }
             assert_eq!(
-                lock(&self.0.markers).len(),
+                self.0.markers.lock().len(),
                 1,
                 "the other message was claimed"
             );
         }
-        lock(&self.0.handled).insert(cx.id().to_string());
+        self.0.handled.lock().insert(cx.id().to_string());
         Ok(())
     }
 }
@@ -557,7 +554,7 @@ async fn nothing_else_is_claimed_while_a_message_runs_alone() {
         "{:?}",
         fixture.broker.dead_letters()
     );
-    assert_eq!(lock(&fixture.handled).len(), 2);
+    assert_eq!(fixture.handled.lock().len(), 2);
 }
 
 /// Runs until there is a permit.
@@ -665,7 +662,7 @@ async fn processes_killed_from_outside_dead_letter_no_message() {
         if process < KILLS {
             let killed = tokio::time::timeout(Duration::from_secs(4), run).await;
             assert!(killed.is_err(), "it is killed before it ends: {killed:?}");
-            lock(&fixture.ended_processes).insert(process);
+            fixture.ended_processes.lock().insert(process);
             counted = crashes(&fixture);
         } else {
             run.await.expect("a clean end");
@@ -681,7 +678,7 @@ async fn processes_killed_from_outside_dead_letter_no_message() {
 /// How many unfinished markers count how many crashes.
 fn crashes(fixture: &Fixture) -> BTreeMap<u32, usize> {
     let mut counted = BTreeMap::new();
-    for (marker, _) in lock(&fixture.markers).values() {
+    for (marker, _) in fixture.markers.lock().values() {
         let attempts = match marker {
             Marker::Cleared { attempts, .. } => attempts,
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => &hold.attempts,

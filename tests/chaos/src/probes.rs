@@ -229,9 +229,6 @@ fn probe(
     };
     let (late, lost) = (named(late), named(lost));
     fleet.terminate_all()?;
-    if late.is_empty() && lost.is_empty() {
-        std::fs::remove_dir_all(folder)?; // a probe without losses needs no evidence
-    }
     let ProbeEffects {
         all,
         unique,
@@ -240,7 +237,7 @@ fn probe(
     } = effects;
     let again = all - unique.len() as u64;
     let longest_gap = longest.as_secs_f64();
-    Ok(ProbeResults {
+    let results = ProbeResults {
         probes: 1,
         messages: options.messages,
         kills: options.kills,
@@ -248,7 +245,11 @@ fn probe(
         longest_gap,
         late,
         lost,
-    })
+    };
+    if results.passed() {
+        std::fs::remove_dir_all(folder)?; // no evidence is needed
+    }
+    Ok(results)
 }
 
 /// The effects of a probe so far.

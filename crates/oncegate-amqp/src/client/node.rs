@@ -88,7 +88,7 @@ impl BrokerNode {
             return Err(url_error("it has no host"));
         }
         let query = path.split_once('?').map_or("", |(_, query)| query);
-        url_parameters::check(query).map_err(url_error)?;
+        url_parameters::check(query).map_err(|problem| url_error(&problem))?;
         uri.query.heartbeat.get_or_insert(HEARTBEAT);
         uri.query
             .connection_timeout

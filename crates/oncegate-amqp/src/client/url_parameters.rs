@@ -8,7 +8,7 @@
 //! - *Test:* `a_query_parameter_that_lapin_would_ignore_is_refused` in `node`.
 //! - *May be removed* when amq-protocol-uri returns an error.
 
-/// The parameters that the client has.
+/// The parameters that lapin reads.
 const SUPPORTED: [&str; 5] = [
     "heartbeat",
     "connection_timeout",
@@ -21,7 +21,7 @@ const SUPPORTED: [&str; 5] = [
 ///
 /// # Errors
 /// The problem and the remedy, without the text of the query.
-pub(crate) fn check(query: &str) -> Result<(), &'static str> {
+pub(crate) fn check(query: &str) -> Result<(), String> {
     let mut names = query
         .split('&')
         .filter(|part| !part.is_empty())
@@ -29,7 +29,8 @@ pub(crate) fn check(query: &str) -> Result<(), &'static str> {
     if names.all(|name| SUPPORTED.contains(&name)) {
         return Ok(());
     }
-    Err(
-        "it has an unsupported query parameter; the supported ones are heartbeat, connection_timeout, frame_max, channel_max and auth_mechanism",
-    )
+    Err(format!(
+        "it has an unsupported query parameter; the supported ones are {}",
+        SUPPORTED.join(", ")
+    ))
 }

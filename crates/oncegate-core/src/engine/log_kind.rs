@@ -88,7 +88,7 @@ impl LogKind {
             Self::TimedOut => "handler timed out",
             Self::OutcomeUnknown => "handler failed, its outcome is unknown",
             Self::DatabaseUnavailable => "transaction not begun",
-            Self::Reconciled => "reconcile ended or panicked",
+            Self::Reconciled => "reconcile",
             Self::TakenOver => "message taken over",
             Self::PossibleCrashLoop => "possible crash loop",
             Self::HeldElsewhere => "message waits",
@@ -111,7 +111,7 @@ impl LogKind {
                 suppressed_lines,
                 "more messages in doubt than logged: see them with `oncegate in-doubt list`"
             ),
-            Self::Reconciled | Self::TakenOver | Self::HeldElsewhere => {
+            Self::TakenOver | Self::HeldElsewhere => {
                 tracing::info!(suppressed_lines, lines, "more events than logged")
             }
             _ => tracing::warn!(

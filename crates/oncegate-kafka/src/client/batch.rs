@@ -1,4 +1,4 @@
-//! Reads messages in batches: the only module of oncegate with `unsafe` code.
+//! Reads messages in batches: with its submodules, the only module of oncegate with `unsafe` code.
 //!
 //! The safe wrapper (rdkafka) reads one message at a time, and creates an event and changes two
 //! reference counts for each. Here, several messages are read at once from a separate queue, and

@@ -54,8 +54,8 @@ struct World {
     fetch_position: i64,
     /// The position that librdkafka reports; it does not decrease when the log is truncated.
     reported_position: Option<i64>,
-    /// The reported position is left from before the last assignment or seek.
-    is_position_left: bool,
+    /// The reported position is from before the last assignment or seek.
+    is_position_stale: bool,
     /// The offset that librdkafka commits later, and the topic in its metadata.
     stored: Option<(i64, u8)>,
     /// The offset that librdkafka takes for the committed one.
@@ -118,7 +118,7 @@ impl World {
             replies: Vec::new(),
             fetch_position: 0,
             reported_position: None,
-            is_position_left: false,
+            is_position_stale: false,
             stored: None,
             last_confirmed: 0,
             is_position_wrong: false,
@@ -153,7 +153,7 @@ impl World {
             StartPosition::Recreated
         };
         self.fetch_position = start.offset().unwrap_or(LOG_START);
-        self.is_position_left = self.reported_position.is_some();
+        self.is_position_stale = self.reported_position.is_some();
         self.stored = None;
         self.last_confirmed = self.committed.0;
         self.is_position_wrong = false;
@@ -228,7 +228,7 @@ impl World {
 
     fn seek(&mut self, target: i64) {
         self.fetch_position = target;
-        self.is_position_left = self.reported_position.is_some();
+        self.is_position_stale = self.reported_position.is_some();
         self.apply(PartitionEvent::Sought);
     }
 
@@ -302,9 +302,9 @@ impl Model for PartitionInterleavings {
         );
         let is_assigned = world.partition.is_some();
         let pending_seek = world.partition.as_ref().and_then(Partition::pending_seek);
-        offer(world.is_position_left, Step::ClearPosition);
+        offer(world.is_position_stale, Step::ClearPosition);
         offer(
-            is_read && !world.is_position_left && world.fetch_position < world.end(),
+            is_read && !world.is_position_stale && world.fetch_position < world.end(),
             Step::Fetch,
         );
         offer(is_active, Step::ReportPosition);
@@ -365,14 +365,13 @@ impl Model for PartitionInterleavings {
                 world.apply(PartitionEvent::PositionReported(world.reported_position));
             }
             Step::ClearPosition => {
-                world.is_position_left = false;
+                world.is_position_stale = false;
                 world.reported_position = None;
             }
             Step::ReportWrongPosition => {
                 world.is_position_wrong = false;
-                let fallback = None;
                 if let PartitionAction::Seek(target) =
-                    world.apply(PartitionEvent::PositionWrong { fallback })
+                    world.apply(PartitionEvent::PositionWrong { fallback: None })
                 {
                     world.seek(target);
                 }
