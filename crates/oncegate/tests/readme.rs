@@ -5,7 +5,7 @@
 mod architecture;
 #[path = "book/dependencies.rs"]
 mod dependencies;
-#[allow(dead_code, reason = "shared with the test of mistakes")]
+#[path = "book/generated.rs"]
 mod generated;
 #[path = "book/links.rs"]
 mod links;

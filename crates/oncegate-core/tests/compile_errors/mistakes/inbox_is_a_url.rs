@@ -1,0 +1,7 @@
+//! A URL in place of an inbox.
+
+use oncegate_core::Consumer;
+
+fn main() {
+    let _ = Consumer::builder().inbox("postgres://localhost/ledger");
+}
