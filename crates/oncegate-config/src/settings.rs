@@ -205,7 +205,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     number(
         "gate.max-crashes",
-        "process crashes during handling before a message is dead-lettered; 10 by default",
+        "process crashes during handling before a message is dead-lettered, or in at most once is in doubt; 10 by default",
     ),
     number(
         "gate.max-inline-retries",
@@ -396,7 +396,7 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "rabbitmq.delivery-counts",
         &["refused", "accepted"],
-        "whether reading commands leave messages that were read five times (accepted, as --accept-delivery-counts), or replace each by a copy, so that a delivery limit does not drop it (refused, the default)",
+        "whether the command line reads queues whose delivery limit its reads may reach (accepted, as --accept-delivery-counts), or refuses to, and replaces a message that was read five times by a copy (refused, the default)",
     ),
     text(
         "rabbitmq.ca-certificate",
@@ -420,7 +420,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     text(
         "audit.file",
-        "the audit file, instead of the stream `<prefix>!audit` in the store",
+        "the file for the audit, the record of operators' changes; by default it is in the store, or beside the SQLite file",
     ),
 ];
 

@@ -170,7 +170,7 @@ impl Scope {
         Self(None)
     }
 
-    /// A named scope: 1 to 100 bytes of `[A-Za-z0-9._:@/+=-]`.
+    /// A named scope: 1 to 100 bytes of `[A-Za-z0-9._:@/+=-]`, not beginning with `h:`.
     ///
     /// # Errors
     /// [`BadScope`] for any other name. Its text says what is allowed.
@@ -194,8 +194,8 @@ impl Scope {
     }
 }
 
-/// A scope name that is empty, longer than 100 bytes, or has characters that are not allowed in a
-/// key.
+/// A scope name that is empty, longer than 100 bytes, begins with `h:`, or has characters that are
+/// not allowed in a key.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "scope `{0}` cannot be part of a key: use 1 to 100 of the characters A-Z a-z 0-9 . _ : @ / + = - and not `h:` at the start"

@@ -23,7 +23,7 @@ pub(crate) const BUSY_AFTER_EXPIRY: &str =
 pub(crate) const STALE_RECONCILIATION: &str = "stale reconciliation: a message is in the in-doubt queue, but its marker says that a consumer reconciles it";
 pub(crate) const NOT_RUN: &str =
     "not run: a message that an operator redrove is rejected or in doubt again without a run";
-pub(crate) const SPENT_TOO_SOON: &str = "spent too soon: a message is rejected for `max_attempts` after fewer attempts than that were granted";
+pub(crate) const SPENT_TOO_SOON: &str = "spent too soon: a message is rejected for `max_attempts` although fewer attempts were granted, or a grant reports more spent attempts than were granted";
 pub(crate) const ORPHANED_CLAIM: &str = "orphaned claim: no consumer holds the claim of the marker, although nothing crashed, so the next claim counts a crash";
 
 /// The properties that apply to the guarantees and the budget of this model.

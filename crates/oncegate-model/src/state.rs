@@ -30,7 +30,8 @@ pub struct Budget {
     /// Consumers that drain because of a shutdown or a revocation.
     pub drains: u8,
     /// Grants that are withdrawn because other messages run in isolation. If this is not 0, a
-    /// granted handler waits for its slot.
+    /// handler starts in a step after the one that grants its claim, so that the grant can be
+    /// withdrawn in between.
     pub withdrawn_grants: u8,
     /// Markers that the store loses.
     pub lost_markers: u8,
@@ -302,8 +303,8 @@ pub struct ModelViolations {
     pub(crate) stale_reconciling_marker: bool,
     /// A message that the operator redrove was rejected or in doubt again without a run.
     pub(crate) redriven_not_run: bool,
-    /// A message was rejected for `max_attempts`, or a grant counted attempts, before that many
-    /// attempts were granted.
+    /// A message was rejected for `max_attempts` although fewer attempts had been granted, or a grant
+    /// reported more spent attempts than had been granted.
     pub(crate) spent_too_soon: bool,
 }
 

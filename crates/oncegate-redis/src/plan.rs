@@ -132,8 +132,8 @@ pub struct Plan {
     pub connections: u64,
 }
 
-/// Computes the requirements of a load from the measured size of a marker. Numbers that do not fit
-/// into 64 bits are `u64::MAX`.
+/// Computes the requirements of a load from the measured size of a marker. Sums and products that
+/// do not fit into 64 bits count as `u64::MAX`.
 pub fn plan(load: &Load) -> Plan {
     let done = load
         .messages_per_second

@@ -88,7 +88,7 @@ pub(crate) async fn run(
     let _ = opened_sender.send(Ok(()));
     let context = Arc::clone(&driver.context);
     driver.run_loop().await;
-    // The status has no time without a channel after the source is closed.
+    // Ends the time without a channel in the status: a closed source is not unavailable.
     context.metrics.clear_unavailable();
 }
 

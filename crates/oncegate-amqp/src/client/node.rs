@@ -76,8 +76,8 @@ impl BrokerNode {
             return Err(url_error("it is not an AMQP URL"));
         };
         let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
-        // With an unencoded character in the password, the rest of the password would be parsed as the
-        // host, which is logged.
+        // After such a character in the password, the user's name would be parsed as the host, and
+        // parts of the password as the port and the virtual host, which are logged.
         if path.contains(['@', '#']) {
             return Err(url_error(
                 "it contains a character that must be percent-encoded: / as %2f, @ as %40, # as %23, ? as %3f",
@@ -117,7 +117,8 @@ fn redacted_url(uri: &AMQPUri) -> String {
     )
 }
 
-/// Percent-encodes reserved characters of URLs, and those that would break a log line.
+/// Percent-encodes all but letters, digits and ``-._~!$&'()*+,;=``, so that the text can be a part
+/// of a URL and breaks no log line.
 fn percent_encode(text: &str) -> String {
     let mut encoded = String::with_capacity(text.len());
     for character in text.chars() {

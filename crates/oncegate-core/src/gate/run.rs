@@ -116,8 +116,8 @@ impl<'a, T> GuardedRun<'a, T> {
                     let settlement = Settlement::Release { after, failures };
                     return self.result_of(stage_before, settlement);
                 }
-                // `Abandon` follows `StopNow`. The other two do not occur, because a gate does not
-                // run ids in isolation.
+                // `Abandon` follows `StopNow`. A gate does not run ids in isolation. `Nothing` occurs
+                // if the store returns a verdict that does not fit the operation.
                 DriverCommand::AwaitIsolation | DriverCommand::Nothing | DriverCommand::Abandon => {
                     return Err(self.no_result());
                 }
