@@ -637,42 +637,76 @@ impl Handler for SixSeconds {
     }
 }
 
-#[tokio::test(start_paused = true)]
-async fn processes_killed_from_outside_dead_letter_no_message() {
-    const MESSAGES: u32 = 60;
-    const KILLS: u32 = 7;
-    let fixture = fixture();
-    for number in 0..MESSAGES {
-        let message = Message::new("works").with_header("id", format!("m{number}"));
-        fixture.broker.publish(message);
-    }
-    let (ended, mut counted) = (Arc::<AtomicU32>::default(), BTreeMap::new());
-    for process in 0..=KILLS {
-        let consumer = Consumer::builder()
-            .source(fixture.broker.source())
-            .store(ProcessStore {
-                fixture: fixture.clone(),
-                process,
-            })
-            .handler(SixSeconds(ended.clone()))
-            .id(IdSource::header("id"))
-            .decode(RawBytes);
-        let all = fixture.broker.clone();
-        let run = consumer.run_until(async move { all_settled(&all).await });
-        if process < KILLS {
-            let killed = tokio::time::timeout(Duration::from_secs(4), run).await;
-            assert!(killed.is_err(), "it is killed before it ends: {killed:?}");
-            fixture.ended_processes.lock().insert(process);
-            counted = crashes(&fixture);
-        } else {
-            run.await.expect("a clean end");
+/// Sixty messages whose handler takes 6 s. So many processes are killed after 4 s, then one runs to
+/// the end.
+struct KilledFromOutside {
+    dead_letters: Vec<DeadLetter>,
+    handled: u32,
+    /// [`crashes`] after the last kill.
+    crashes: BTreeMap<u32, usize>,
+}
+
+impl KilledFromOutside {
+    async fn run(kills: u32) -> Self {
+        let fixture = fixture();
+        for number in 0..60 {
+            let message = Message::new("works").with_header("id", format!("m{number}"));
+            fixture.broker.publish(message);
+        }
+        let (ended, mut counted) = (Arc::<AtomicU32>::default(), BTreeMap::new());
+        for process in 0..=kills {
+            let consumer = Consumer::builder()
+                .source(fixture.broker.source())
+                .store(ProcessStore {
+                    fixture: fixture.clone(),
+                    process,
+                })
+                .handler(SixSeconds(ended.clone()))
+                .id(IdSource::header("id"))
+                .decode(RawBytes);
+            let all = fixture.broker.clone();
+            let run = consumer.run_until(async move { all_settled(&all).await });
+            if process < kills {
+                let killed = tokio::time::timeout(Duration::from_secs(4), run).await;
+                assert!(killed.is_err(), "it is killed before it ends: {killed:?}");
+                fixture.ended_processes.lock().insert(process);
+                counted = crashes(&fixture);
+            } else {
+                run.await.expect("a clean end");
+            }
+        }
+        Self {
+            dead_letters: fixture.broker.dead_letters(),
+            handled: ended.load(Ordering::Relaxed),
+            crashes: counted,
         }
     }
-    assert_eq!(fixture.broker.dead_letters(), []);
-    assert_eq!(ended.load(Ordering::Relaxed), MESSAGES);
+}
+
+#[tokio::test(start_paused = true)]
+async fn processes_killed_from_outside_dead_letter_no_message() {
+    let result = KilledFromOutside::run(7).await;
+    assert_eq!((result.dead_letters, result.handled), (vec![], 60));
     // A kill is counted by the next claim: the first two for all messages, the third for a group, the
     // others for the one that runs alone.
-    assert_eq!(counted, BTreeMap::from([(2, 38), (3, 21), (6, 1)]));
+    assert_eq!(result.crashes, BTreeMap::from([(2, 38), (3, 21), (6, 1)]));
+}
+
+/// A message that ran alone in nine crashes looks like their cause.
+#[tokio::test(start_paused = true)]
+async fn more_kills_than_max_crashes_dead_letter_only_messages_that_ran_alone() {
+    for (kills, dead_letters) in [(11, 1), (18, 1), (19, 2), (30, 3)] {
+        let result = KilledFromOutside::run(kills).await;
+        let reasons: Vec<_> = result.dead_letters.iter().map(|it| it.reason).collect();
+        assert_eq!(
+            reasons.len(),
+            dead_letters,
+            "{kills} kills: {:?}",
+            result.crashes
+        );
+        assert!(reasons.iter().all(|it| *it == Reason::CrashesSpent));
+        assert_eq!(result.handled as usize, 60 - dead_letters, "{kills} kills");
+    }
 }
 
 /// How many unfinished markers count how many crashes.

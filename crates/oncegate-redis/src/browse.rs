@@ -32,7 +32,8 @@ const START: &[u8] = b"0";
 
 impl Browse {
     /// The next page, which may be empty; `None` after the last. A key that exists during the whole
-    /// scan is listed at least once; one that is added or removed during the scan may be missing.
+    /// scan is listed at least once, unless its slot moves to another primary meanwhile; one that is
+    /// added or removed during the scan may be missing.
     ///
     /// Each page is one `SCAN` with the page size as `COUNT`, and one read of the keys found. The
     /// library's own keys, `!…`, are skipped.

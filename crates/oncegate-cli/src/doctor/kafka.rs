@@ -416,7 +416,7 @@ fn check_retention(
                  again, or are in doubt in at most once",
                 duration_text(config.dedup_window())
             ),
-            "lengthen gate.dedup-window (`.dedup_window(…)`) to the maximum offset reset, or shorten retention.ms",
+            "lengthen gate.dedup-window (`.dedup_window(…)`) to how far back offsets may be reset, or shorten retention.ms",
         );
     }
 }

@@ -271,7 +271,8 @@ struct BatchSummary {
     any_delivery: bool,
     /// Whether the store answered an operation of a delivery.
     any_answered: bool,
-    /// The index of the last operation that the store did not answer.
+    /// The index of the last operation of a delivery that the store did not answer; late
+    /// completions do not count.
     unavailable: Option<usize>,
     /// The index of the last operation that the store refused as misconfigured.
     misconfigured: Option<usize>,

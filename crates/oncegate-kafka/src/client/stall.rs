@@ -20,7 +20,8 @@ const MAX_DOUBLINGS: u32 = 6;
 /// Detects stalled partitions, from the results of this and earlier checks.
 #[derive(Default)]
 pub(super) struct StallDetector {
-    /// The candidates, by assignment epoch.
+    /// The candidates, by the epoch of their [`Partition`](crate::partition::Partition): each
+    /// assignment of a partition has another one.
     candidates: HashMap<u64, StallCandidate>,
     /// Partitions whose client was replaced and that have made no progress since.
     backoffs: HashMap<(Arc<str>, i32), ReplacementBackoff>,
