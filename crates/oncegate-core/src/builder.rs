@@ -10,7 +10,9 @@ use crate::engine::Engine;
 use crate::error::Error;
 use crate::handler::Handler;
 use crate::id::{IdSource, IntoIdSource, Scope};
-use crate::inbox::{InTransaction, Inbox, InboxStore, TransactionalHandler};
+use crate::inbox::{
+    BatchTransactionalHandler, InBatches, InTransaction, Inbox, InboxStore, TransactionalHandler,
+};
 use crate::lifecycle::Outage;
 use crate::marker::Guarantee;
 use crate::preflight::preflight;
@@ -100,8 +102,12 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     pub fn inbox<I: Inbox>(self, inbox: I) -> Builder<S, InboxStore<I>, H, D> {
         let max_transactions = inbox.max_transactions();
         let mut builder = self.store(InboxStore::new(inbox));
-        builder.settings.inbox = InboxUse::NoHandler { max_transactions };
-        builder.settings.max_in_flight = builder.settings.max_in_flight.min(max_transactions);
+        let max_in_flight = builder.settings.max_in_flight;
+        builder.settings.inbox = InboxUse::NoHandler {
+            max_transactions,
+            max_in_flight,
+        };
+        builder.settings.max_in_flight = max_in_flight.min(max_transactions);
         builder
     }
 
@@ -115,8 +121,13 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             scope,
             ..
         } = self;
-        if let InboxUse::Transactions { max_transactions } = settings.inbox {
-            settings.inbox = InboxUse::NoHandler { max_transactions };
+        if let InboxUse::Transactions { max_transactions }
+        | InboxUse::Batches { max_transactions } = settings.inbox
+        {
+            settings.inbox = InboxUse::NoHandler {
+                max_transactions,
+                max_in_flight: settings.max_in_flight,
+            };
         }
         Builder {
             source,
@@ -382,8 +393,33 @@ impl<S, I: Inbox, H, D> Builder<S, InboxStore<I>, H, D> {
     ) -> Builder<S, InboxStore<I>, InTransaction<H2, I>, D> {
         let handler = self.store.in_transaction(handler);
         let mut builder = self.handler(handler);
-        if let InboxUse::NoHandler { max_transactions } = builder.settings.inbox {
+        if let InboxUse::NoHandler {
+            max_transactions, ..
+        } = builder.settings.inbox
+        {
             builder.settings.inbox = InboxUse::Transactions { max_transactions };
+        }
+        builder
+    }
+
+    /// The handler of batches of messages, each in one transaction of the inbox.
+    /// [`max_in_flight`](Self::max_in_flight), which [`inbox`](Self::inbox) has lowered, gets its
+    /// value back: it is the maximum size of a batch.
+    pub fn batch_transactional_handler<H2: BatchTransactionalHandler<I>>(
+        self,
+        handler: H2,
+    ) -> Builder<S, InboxStore<I>, InBatches<H2, I>, D> {
+        let handler = self.store.in_batches(handler);
+        let mut builder = self.handler(handler);
+        if let InboxUse::NoHandler {
+            max_transactions,
+            max_in_flight,
+        } = builder.settings.inbox
+        {
+            builder.settings.inbox = InboxUse::Batches { max_transactions };
+            if builder.settings.max_in_flight == max_in_flight.min(max_transactions) {
+                builder.settings.max_in_flight = max_in_flight;
+            }
         }
         builder
     }

@@ -1,12 +1,15 @@
 //! The inbox: commits the record of a message in the same transaction as the changes of its
 //! handler.
 
+mod batch;
+
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
+pub use batch::{BatchItem, BatchTransaction, BatchTransactionalHandler, InBatches};
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
@@ -107,6 +110,22 @@ pub trait Inbox: Send + Sync + 'static {
         longest_run: Duration,
     ) -> impl Future<Output = Result<BeginResult<Self::Transaction>, BoxError>> + Send;
 
+    /// Begins a transaction, and inserts the records of these claims, whose keys differ, except of
+    /// those that have one. The records expire as those of [`begin`](Self::begin).
+    ///
+    /// By default an error: each message of a batch is handled in a transaction of its own.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin).
+    fn begin_batch(
+        &self,
+        claims: &[Operation],
+        longest_run: Duration,
+    ) -> impl Future<Output = Result<BatchTransaction<Self::Transaction>, BoxError>> + Send {
+        let _ = (claims, longest_run);
+        async { Err("this inbox has no batches".into()) }
+    }
+
     /// Commits a transaction.
     ///
     /// # Errors
@@ -200,27 +219,51 @@ impl<H: TransactionalHandler<I>, I: Inbox> Handler for InTransaction<H, I> {
             // Does not occur: a message without an id is not claimed.
             return Err(Failure::Reject("the message has no id".into()));
         };
-        run.set_waits_for_database(true);
-        let mut transaction = match self.inbox.begin(&claim, run.longest_run()).await {
-            Ok(BeginResult::Transaction(transaction)) => transaction,
-            Ok(BeginResult::Recorded(verdict)) => return result_of_record(verdict),
-            Err(error) => return Err(InboxUnavailable::failure(error)),
+        let Some(mut transaction) = begin(&*self.inbox, &claim, run).await? else {
+            return Ok(());
         };
-        run.set_waits_for_database(false);
-        if let Err(failure) = self.handler.handle(payload, &mut transaction, cx).await {
-            return Err(match self.inbox.rollback(transaction).await {
-                Err(CommitError::EndedByHandler(cause)) => Failure::Reject(cause),
-                _ => failure,
-            });
-        }
-        run.set_waits_for_database(true);
-        let committed = self.inbox.commit(transaction).await;
-        committed.map_err(|error| match error {
-            CommitError::RolledBack(cause) => Failure::Retry(cause),
-            CommitError::Unknown(_) => InboxUnavailable::failure(error),
-            CommitError::EndedByHandler(cause) => Failure::Reject(cause),
-        })
+        let handled = self.handler.handle(payload, &mut transaction, cx).await;
+        end(&*self.inbox, transaction, handled, run).await
     }
+}
+
+/// Begins the transaction of a message; `None` if its record was committed meanwhile.
+async fn begin<I: Inbox>(
+    inbox: &I,
+    claim: &Operation,
+    run: &RunContext,
+) -> Result<Option<I::Transaction>, Failure> {
+    run.set_waits_for_database(true);
+    let begun = inbox.begin(claim, run.longest_run()).await;
+    match begun.map_err(InboxUnavailable::failure)? {
+        BeginResult::Transaction(transaction) => {
+            run.set_waits_for_database(false);
+            Ok(Some(transaction))
+        }
+        BeginResult::Recorded(verdict) => result_of_record(verdict).map(|()| None),
+    }
+}
+
+/// Commits the transaction of a message, or rolls it back if its handler failed.
+async fn end<I: Inbox>(
+    inbox: &I,
+    transaction: I::Transaction,
+    handled: Result<(), Failure>,
+    run: &RunContext,
+) -> Result<(), Failure> {
+    if let Err(failure) = handled {
+        return Err(match inbox.rollback(transaction).await {
+            Err(CommitError::EndedByHandler(cause)) => Failure::Reject(cause),
+            _ => failure,
+        });
+    }
+    run.set_waits_for_database(true);
+    let committed = inbox.commit(transaction).await;
+    committed.map_err(|error| match error {
+        CommitError::RolledBack(cause) => Failure::Retry(cause),
+        CommitError::Unknown(_) => InboxUnavailable::failure(error),
+        CommitError::EndedByHandler(cause) => Failure::Reject(cause),
+    })
 }
 
 /// The result of a run that found a record, because another run committed it after this message was
@@ -299,6 +342,14 @@ impl<I: Inbox> InboxStore<I> {
             handler,
             inbox: self.inbox.clone(),
         }
+    }
+
+    /// The handler, with batches in transactions of this inbox.
+    pub(crate) fn in_batches<H: BatchTransactionalHandler<I>>(
+        &self,
+        handler: H,
+    ) -> InBatches<H, I> {
+        InBatches::new(handler, self.inbox.clone())
     }
 }
 

@@ -1,0 +1,510 @@
+//! Handles messages in batches, each in one transaction of the inbox.
+
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+
+use futures_util::FutureExt;
+use serde::de::DeserializeOwned;
+use tokio::sync::{Semaphore, oneshot};
+
+use super::{CommitError, Inbox, InboxUnavailable, begin, end, result_of_record};
+use crate::context::Context;
+use crate::defaults;
+use crate::handler::{Failure, Handler};
+use crate::id::Scope;
+use crate::internal::Lock;
+use crate::marker::{Operation, Verdict};
+use crate::run_context::RunContext;
+
+/// How many batches run at once: while one waits for its commit, the next one is handled, and the
+/// messages of a third collect.
+const BATCHES_AT_ONCE: usize = 2;
+
+/// Handles batches of messages, each in one transaction of a database. The transaction also inserts
+/// the records of its messages, so the changes of each message are committed exactly once.
+///
+/// A batch has at most [`max_in_flight`](crate::Builder::max_in_flight) messages: those that
+/// arrived while earlier batches ran. No message waits for a batch to fill.
+///
+/// If a batch fails, panics, or takes longer than half of the handler timeout, it is rolled back,
+/// and each of its messages is handled in a transaction of its own, as a batch of one. The failure
+/// of such a batch is the failure of its message, so a message that always fails costs the others
+/// time, but no attempt.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a handler for batches in transactions of `{I}`",
+    label = "this is not a `BatchTransactionalHandler<{I}>`",
+    note = "implement it: `impl BatchTransactionalHandler<{I}> for … {{ type Payload = …; async fn handle(&self, batch: &[BatchItem<Self::Payload>], transaction: &mut …) -> Result<(), Failure> {{ … }} }}`"
+)]
+pub trait BatchTransactionalHandler<I: Inbox>: Send + Sync + 'static {
+    /// The type into which the bodies are decoded.
+    type Payload: DeserializeOwned + Send + Sync;
+
+    /// Does the work for all messages of the batch. `Ok` means that the consumer commits the
+    /// transaction. Two messages of a batch have different ids; their order is that in which they
+    /// arrived, unless another one is [required](crate::Order).
+    ///
+    /// # Errors
+    /// A [`Failure`]: the transaction is rolled back, and nothing of the batch happened.
+    fn handle(
+        &self, // in the impl: `async fn handle(&self, …)`, without `#[async_trait]`
+        batch: &[BatchItem<Self::Payload>],
+        transaction: &mut I::Transaction,
+    ) -> impl Future<Output = Result<(), Failure>> + Send;
+}
+
+/// A message of a batch.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct BatchItem<P> {
+    /// The decoded body.
+    pub payload: P,
+    /// The id, the message and its origin.
+    pub context: Context,
+}
+
+/// A transaction that has inserted the records of several messages.
+#[derive(Debug)]
+pub struct BatchTransaction<T> {
+    /// The open transaction.
+    pub transaction: T,
+    /// For each claim in order: `None` if the transaction has inserted its record, otherwise the
+    /// verdict of the record that exists. [`Verdict::Granted`] means that a transaction of its own
+    /// may replace that record.
+    pub recorded: Vec<Option<Verdict>>,
+}
+
+/// A handler whose runs join batches.
+#[derive(Debug)]
+pub struct InBatches<H: BatchTransactionalHandler<I>, I: Inbox> {
+    handler: H,
+    inbox: Arc<I>,
+    waiting: Lock<Vec<WaitingRun<H::Payload>>>,
+    /// A permit for each batch that runs.
+    batches: Semaphore,
+    /// A permit for each open transaction.
+    transactions: Semaphore,
+}
+
+/// A run that waits for its batch.
+#[derive(Debug)]
+struct WaitingRun<P> {
+    item: BatchItem<P>,
+    claim: Operation,
+    end: oneshot::Sender<BatchEnd<P>>,
+}
+
+/// What a batch was for one of its messages.
+#[derive(Debug)]
+enum BatchEnd<P> {
+    /// The message is handled, or it failed by itself.
+    Run(Result<(), Failure>),
+    /// The batch was rolled back, or the message did not belong to it: it runs alone.
+    Alone(BatchItem<P>),
+}
+
+impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
+    pub(super) fn new(handler: H, inbox: Arc<I>) -> Self {
+        let transactions = inbox.max_transactions().clamp(1, Semaphore::MAX_PERMITS);
+        Self {
+            handler,
+            inbox,
+            waiting: Lock::default(),
+            batches: Semaphore::new(BATCHES_AT_ONCE.min(transactions)),
+            transactions: Semaphore::new(transactions),
+        }
+    }
+
+    /// Takes the runs that wait, if that of this claim is one of them.
+    fn take_batch_with(&self, claim: &Operation) -> Vec<WaitingRun<H::Payload>> {
+        let mut waiting = self.waiting.lock();
+        waiting.retain(|run| !run.end.is_closed());
+        if waiting.iter().any(|run| run.claim.key == claim.key) {
+            std::mem::take(&mut *waiting)
+        } else {
+            Vec::new()
+        }
+    }
+
+    /// Handles a message in a transaction of its own.
+    async fn run_alone(
+        &self,
+        item: BatchItem<H::Payload>,
+        claim: &Operation,
+        run: &RunContext,
+    ) -> Result<(), Failure> {
+        run.set_waits_for_database(true);
+        let _permit = self.transactions.acquire().await;
+        let Some(mut transaction) = begin(&*self.inbox, claim, run).await? else {
+            return Ok(());
+        };
+        let handled = self.handler.handle(&[item], &mut transaction).await;
+        end(&*self.inbox, transaction, handled, run).await
+    }
+
+    /// Handles a batch in one transaction, and tells each run what it was.
+    async fn run_batch(&self, batch: Vec<WaitingRun<H::Payload>>, run: &RunContext) {
+        let _permit = self.transactions.acquire().await;
+        let claims: Vec<Operation> = batch.iter().map(|run| run.claim.clone()).collect();
+        let begun = self.inbox.begin_batch(&claims, run.longest_run()).await;
+        let (mut items, mut ends) = (Vec::new(), Vec::new());
+        let BatchTransaction {
+            mut transaction,
+            recorded,
+        } = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                tracing::debug!(%error, messages = batch.len(), "batch not begun, its messages are handled one by one");
+                for run in batch {
+                    let _ = run.end.send(BatchEnd::Alone(run.item)); // fails if the run was dropped
+                }
+                return;
+            }
+        };
+        for (run, recorded) in batch.into_iter().zip(recorded) {
+            let end = match recorded {
+                None => {
+                    items.push(run.item);
+                    ends.push(run.end);
+                    continue;
+                }
+                Some(Verdict::Granted(_)) => BatchEnd::Alone(run.item),
+                Some(verdict) => BatchEnd::Run(result_of_record(verdict)),
+            };
+            let _ = run.end.send(end);
+        }
+        let outcome = if items.is_empty() {
+            let _ = self.inbox.rollback(transaction).await;
+            return;
+        } else {
+            run.set_waits_for_database(false);
+            let handled = AssertUnwindSafe(self.handler.handle(&items, &mut transaction));
+            let handled = tokio::time::timeout(run.longest_run() / 2, handled.catch_unwind()).await;
+            run.set_waits_for_database(true);
+            match handled {
+                Ok(Ok(Ok(()))) => self.inbox.commit(transaction).await,
+                failed => {
+                    let cause = match failed {
+                        Ok(Ok(Err(failure))) => failure.to_string(),
+                        Ok(Err(_)) => "the handler panicked".to_owned(),
+                        _ => "it took longer than half of the handler timeout".to_owned(),
+                    };
+                    let rolled_back = self.inbox.rollback(transaction).await;
+                    rolled_back.and(Err(CommitError::RolledBack(cause.into())))
+                }
+            }
+        };
+        if let Err(error) = &outcome {
+            tracing::debug!(%error, messages = items.len(), "batch failed");
+        }
+        for (item, end) in items.into_iter().zip(ends) {
+            let result = match &outcome {
+                Ok(()) => BatchEnd::Run(Ok(())),
+                Err(CommitError::RolledBack(_)) => BatchEnd::Alone(item),
+                // Its record shows whether it was committed.
+                Err(CommitError::Unknown(error)) => {
+                    BatchEnd::Run(Err(InboxUnavailable::failure(error.to_string())))
+                }
+                // Its changes may be committed without the record, so it must not run again.
+                Err(CommitError::EndedByHandler(cause)) => {
+                    BatchEnd::Run(Err(Failure::Reject(cause.to_string().into())))
+                }
+            };
+            let _ = end.send(result);
+        }
+    }
+}
+
+impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
+    type Payload = H::Payload;
+
+    async fn handle(&self, payload: H::Payload, cx: &Context) -> Result<(), Failure> {
+        // The consumer calls `run`, never this method.
+        let run = RunContext::new(&Scope::none(), defaults::HANDLER_TIMEOUT);
+        self.run(payload, cx, &run).await
+    }
+
+    async fn run(
+        &self,
+        payload: H::Payload,
+        cx: &Context,
+        run: &RunContext,
+    ) -> Result<(), Failure> {
+        let Some(claim) = cx.claim(run.scope()) else {
+            // Does not occur: a message without an id is not claimed.
+            return Err(Failure::Reject("the message has no id".into()));
+        };
+        run.set_waits_for_database(true);
+        let (end, mut ended) = oneshot::channel();
+        self.waiting.lock().push(WaitingRun {
+            item: BatchItem {
+                payload,
+                context: cx.clone(),
+            },
+            claim: claim.clone(),
+            end,
+        });
+        let early = tokio::select! {
+            biased;
+            end = &mut ended => Some(end),
+            _permit = self.batches.acquire() => {
+                let mut batch = self.take_batch_with(&claim);
+                match batch.pop() {
+                    Some(only) if batch.is_empty() => {
+                        return self.run_alone(only.item, &claim, run).await;
+                    }
+                    Some(last) => {
+                        batch.push(last);
+                        self.run_batch(batch, run).await;
+                    }
+                    None => {} // another run has taken it into its batch
+                }
+                None
+            }
+        };
+        let end = match early {
+            Some(end) => end,
+            None => ended.await,
+        };
+        match end {
+            Ok(BatchEnd::Run(result)) => result,
+            Ok(BatchEnd::Alone(item)) => self.run_alone(item, &claim, run).await,
+            // The run that led the batch was dropped, and with it the transaction.
+            Err(_) => Err(InboxUnavailable::failure(
+                "the batch of this message was cancelled",
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::marker::Attempts;
+    use crate::store::{BoxError, Persistence, StoreError};
+    use crate::{Consumer, IdSource, MemoryBroker, Message, inbox::BeginResult};
+
+    /// A database whose transactions take 10 ms to commit.
+    #[derive(Clone, Debug, Default)]
+    struct Ledger(Arc<LedgerState>);
+
+    #[derive(Debug, Default)]
+    struct LedgerState {
+        records: Lock<BTreeSet<Vec<u8>>>,
+        /// The payloads of each committed transaction.
+        committed: Lock<Vec<Vec<String>>>,
+        /// How many transactions were rolled back, or dropped.
+        rolled_back: Lock<usize>,
+    }
+
+    /// An open transaction; it is rolled back if it is dropped.
+    #[derive(Debug)]
+    struct LedgerTransaction {
+        ledger: Ledger,
+        keys: Vec<Vec<u8>>,
+        rows: Vec<String>,
+        is_committed: bool,
+    }
+
+    impl Drop for LedgerTransaction {
+        fn drop(&mut self) {
+            *self.ledger.0.rolled_back.lock() += usize::from(!self.is_committed);
+        }
+    }
+
+    impl Ledger {
+        fn open(&self, claims: &[Operation]) -> LedgerTransaction {
+            let keys = claims.iter().map(|claim| claim.key.as_bytes().to_vec());
+            LedgerTransaction {
+                ledger: self.clone(),
+                keys: keys.collect(),
+                rows: Vec::new(),
+                is_committed: false,
+            }
+        }
+
+        fn recorded(&self, claim: &Operation) -> Option<Verdict> {
+            let records = self.0.records.lock();
+            let found = records.contains(claim.key.as_bytes());
+            found.then_some(Verdict::Duplicate)
+        }
+
+        fn sizes(&self) -> Vec<usize> {
+            self.0.committed.lock().iter().map(Vec::len).collect()
+        }
+
+        fn rows(&self) -> Vec<String> {
+            let mut rows = self.0.committed.lock().concat();
+            rows.sort();
+            rows
+        }
+    }
+
+    impl Inbox for Ledger {
+        type Transaction = LedgerTransaction;
+
+        fn described(&self) -> String {
+            "a ledger".into()
+        }
+
+        fn max_transactions(&self) -> usize {
+            4
+        }
+
+        async fn preflight(&self) -> Result<(), StoreError> {
+            Ok(())
+        }
+
+        async fn persistence(&self) -> Result<Persistence, StoreError> {
+            Ok(Persistence::Durable(String::new()))
+        }
+
+        async fn look_up(
+            &self,
+            claims: &[Operation],
+        ) -> Result<Vec<Result<Verdict, StoreError>>, StoreError> {
+            let granted = Verdict::Granted(Attempts::new(1));
+            let verdict = |claim| Ok(self.recorded(claim).unwrap_or(granted));
+            Ok(claims.iter().map(verdict).collect())
+        }
+
+        async fn begin(
+            &self,
+            claim: &Operation,
+            _: Duration,
+        ) -> Result<BeginResult<LedgerTransaction>, BoxError> {
+            Ok(match self.recorded(claim) {
+                Some(verdict) => BeginResult::Recorded(verdict),
+                None => BeginResult::Transaction(self.open(std::slice::from_ref(claim))),
+            })
+        }
+
+        async fn begin_batch(
+            &self,
+            claims: &[Operation],
+            _: Duration,
+        ) -> Result<BatchTransaction<LedgerTransaction>, BoxError> {
+            let recorded: Vec<_> = claims.iter().map(|claim| self.recorded(claim)).collect();
+            let of_claims = claims.iter().zip(&recorded);
+            let inserted: Vec<_> = of_claims
+                .filter_map(|(claim, recorded)| recorded.is_none().then(|| claim.clone()))
+                .collect();
+            Ok(BatchTransaction {
+                transaction: self.open(&inserted),
+                recorded,
+            })
+        }
+
+        async fn commit(&self, mut transaction: LedgerTransaction) -> Result<(), CommitError> {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            if transaction.rows.iter().any(|row| row == "ends it") {
+                let cause = "the handler ended the transaction".into();
+                return Err(CommitError::EndedByHandler(cause));
+            }
+            transaction.is_committed = true;
+            let keys = std::mem::take(&mut transaction.keys);
+            self.0.records.lock().extend(keys);
+            let rows = std::mem::take(&mut transaction.rows);
+            self.0.committed.lock().push(rows);
+            Ok(())
+        }
+
+        async fn rollback(&self, _: LedgerTransaction) -> Result<(), CommitError> {
+            Ok(())
+        }
+    }
+
+    /// Writes each payload; some of them make it fail, panic or hang.
+    struct Write;
+
+    impl BatchTransactionalHandler<Ledger> for Write {
+        type Payload = String;
+
+        async fn handle(
+            &self,
+            batch: &[BatchItem<String>],
+            transaction: &mut LedgerTransaction,
+        ) -> Result<(), Failure> {
+            for item in batch {
+                match item.payload.as_str() {
+                    "fails" => return Err(Failure::Reject("never".into())),
+                    "panics" => panic!("as the payload says"),
+                    "hangs" => std::future::pending().await,
+                    payload => transaction.rows.push(payload.to_owned()),
+                }
+            }
+            Ok(())
+        }
+    }
+
+    /// Handles the payloads, each with an id of its own, until all are settled.
+    async fn handled(ledger: &Ledger, payloads: impl IntoIterator<Item = String>) -> MemoryBroker {
+        let broker = MemoryBroker::new("transfers");
+        for (number, payload) in payloads.into_iter().enumerate() {
+            let body = serde_json::to_string(&payload).expect("text");
+            broker.publish(Message::new(body).with_header("id", number.to_string()));
+        }
+        let all = broker.clone();
+        Consumer::builder()
+            .source(broker.source())
+            .inbox(ledger.clone())
+            .batch_transactional_handler(Write)
+            .id(IdSource::header("id"))
+            .handler_timeout(Duration::from_secs(10))
+            .run_until(async move { all.all_settled().await })
+            .await
+            .expect("a clean end");
+        broker
+    }
+
+    fn numbered(count: usize) -> impl Iterator<Item = String> {
+        (0..count).map(|number| format!("row {number:04}"))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn messages_that_arrive_together_share_transactions() {
+        let ledger = Ledger::default();
+        handled(&ledger, numbered(2_000)).await;
+        assert_eq!(ledger.rows(), numbered(2_000).collect::<Vec<_>>());
+        assert_eq!(ledger.0.records.lock().len(), 2_000);
+        let sizes = ledger.sizes();
+        assert!(sizes.len() <= 20, "{sizes:?}");
+        assert!(sizes.iter().all(|size| *size <= defaults::MAX_IN_FLIGHT));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_handled_before_is_not_handled_again() {
+        let ledger = Ledger::default();
+        handled(&ledger, numbered(100)).await;
+        handled(&ledger, numbered(150)).await;
+        assert_eq!(ledger.rows(), numbered(150).collect::<Vec<_>>());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_message_that_fails_costs_the_others_no_attempt() {
+        for (poison, reason) in [
+            ("fails", "never"),
+            ("panics", "as the payload says"),
+            ("hangs", "timed out"),
+            ("ends it", "ended the transaction"),
+        ] {
+            let ledger = Ledger::default();
+            let mut payloads: Vec<String> = numbered(50).collect();
+            payloads.insert(25, poison.to_owned());
+            let broker = handled(&ledger, payloads).await;
+            let dead = broker.dead_letters();
+            let texts: Vec<String> = dead.iter().map(|it| format!("{it:?}")).collect();
+            if poison == "ends it" {
+                // Nobody knows what was committed, so nothing of its batch runs again.
+                assert!(dead.len() > 1 && dead.len() + ledger.rows().len() == 51);
+            } else {
+                assert_eq!(ledger.rows(), numbered(50).collect::<Vec<_>>(), "{poison}");
+                assert_eq!(dead.len(), 1, "{poison}: {texts:?}");
+            }
+            assert!(texts.iter().all(|it| it.contains(reason)), "{texts:?}");
+        }
+    }
+}
