@@ -1,11 +1,11 @@
 //! The inbox: records of messages in the transactions of their handlers.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use oncegate_core::inbox::{BeginResult, CommitError};
+use oncegate_core::inbox::{BatchTransaction, BeginResult, CommitError};
 use oncegate_core::internal::{MarkerColumns, StoreFailure, milliseconds};
 use oncegate_core::marker::{Age, Marker, Operation, Verdict, apply};
 use oncegate_core::store::BoxError;
@@ -74,6 +74,27 @@ WITH clock AS MATERIALIZED (SELECT floor(extract(epoch FROM statement_timestamp(
 SELECT m.key, m.xmin::text, greatest(m.expires, 0) - now, m.state, m.fingerprint, m.attempt, m.base, m.crashes, m.effect, m.token,
     m.lease, m.horizon, m.guarantee
 FROM clock, unnest($1::text[]) AS wanted (key) JOIN oncegate_markers AS m ON m.key = wanted.key";
+
+/// Inserts records as [`INSERT`] does, of the keys $1 with the fingerprints $3, in the order of the
+/// keys, so that two batches wait for each other in one direction only. Returns one row: the keys of
+/// the records that it inserted, the id of the transaction and the table; of nulls if it inserted
+/// none. The aggregates are complete, and `lock_timeout` is set back, when no row waits any more.
+const INSERT_BATCH: &str = "
+WITH settings AS MATERIALIZED (
+    SELECT set_config('oncegate.lock_timeout',
+            coalesce(nullif(current_setting('oncegate.lock_timeout', true), ''), current_setting('lock_timeout')), true),
+        set_config('lock_timeout', $4, true), set_config('idle_in_transaction_session_timeout', $5, true)
+), inserted AS (
+INSERT INTO oncegate_markers AS m (key, expires, state, fingerprint)
+SELECT wanted.key, floor(extract(epoch FROM statement_timestamp()) * 1000)::int8 + $2, 0, wanted.fingerprint
+FROM settings, unnest($1::text[], $3::int8[]) AS wanted (key, fingerprint) ORDER BY wanted.key
+ON CONFLICT (key) DO UPDATE SET expires = excluded.expires, state = 0, fingerprint = excluded.fingerprint, attempt = NULL,
+    base = NULL, crashes = NULL, effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
+WHERE m.expires <= excluded.expires - $2
+RETURNING m.key, m.tableoid::int8 AS found
+)
+SELECT array_agg(key), pg_current_xact_id_if_assigned()::text, max(found),
+    set_config('lock_timeout', current_setting('oncegate.lock_timeout'), true) FROM inserted";
 
 /// Locks and returns the row because of which [`INSERT`] inserted no record.
 const LOCK: &str = "
@@ -154,6 +175,31 @@ impl PostgresInbox {
         self
     }
 
+    /// Checks that a session finds the table that the preflight found.
+    fn check_table(&self, table: i64) -> Result<(), BoxError> {
+        if self.table.get().is_some_and(|found| *found != table) {
+            return Err(
+                "this session finds another table oncegate_markers than at the start: use SET LOCAL search_path in the handler".into(),
+            );
+        }
+        Ok(())
+    }
+
+    /// The verdicts of these claims by the rows of their keys.
+    async fn verdicts(
+        &self,
+        connection: &mut PgConnection,
+        claims: &[Operation],
+    ) -> Result<Vec<Verdict>, BoxError> {
+        let rows = rows_of(connection, claims).await?;
+        let verdict = |claim: &Operation| verdict(claim, rows.get(claim.key.as_str()));
+        let verdicts = claims
+            .iter()
+            .map(verdict)
+            .collect::<Result<_, StoreError>>()?;
+        Ok(verdicts)
+    }
+
     /// The state of the server and the table, as a connection of the pool sees it.
     async fn inspect_pool(&self) -> Result<preflight::PostgresState, StoreFailure> {
         let inspect = async {
@@ -227,13 +273,7 @@ impl Inbox for PostgresInbox {
         claims: &[Operation],
     ) -> Result<Vec<Result<Verdict, StoreError>>, StoreError> {
         self.store.count_operations(claims.len());
-        let keys: Vec<&str> = claims.iter().map(|claim| claim.key.as_str()).collect();
-        let read = async |connection: &mut PgConnection| {
-            let rows = query(LOOK_UP).bind(&keys).fetch_all(connection).await?;
-            rows.iter()
-                .map(|row| Ok((row.try_get::<String, _>(0)?, decode_row(row, 1)?)))
-                .collect::<Result<HashMap<_, _>, sqlx::Error>>()
-        };
+        let read = async |connection: &mut PgConnection| rows_of(connection, claims).await;
         let rows = self
             .store
             .connections()
@@ -267,16 +307,55 @@ impl Inbox for PostgresInbox {
             }
         }
         let (id, table) = inserted.ok_or("PostgreSQL returned no id of the transaction")?;
-        if self.table.get().is_some_and(|found| *found != table) {
-            return Err(
-                "this session finds another table oncegate_markers than at the start: use SET LOCAL search_path in the handler".into(),
-            );
-        }
+        self.check_table(table)?;
         Ok(BeginResult::Transaction(PostgresTransaction {
             inner: transaction,
             id,
             key: claim.key.as_str().to_owned(),
         }))
+    }
+
+    async fn begin_batch(
+        &self,
+        claims: &[Operation],
+        longest_run: Duration,
+    ) -> Result<BatchTransaction<PostgresTransaction>, BoxError> {
+        let mut transaction = dropped_begin::begin(&self.pool).await?;
+        let inserted = insert_batch(&mut transaction, claims, longest_run).await?;
+        let Some((inserted, id, table)) = inserted else {
+            let recorded = self.verdicts(&mut transaction, claims).await?;
+            transaction.rollback().await?;
+            return Ok(BatchTransaction {
+                transaction: None,
+                recorded: recorded.into_iter().map(Some).collect(),
+            });
+        };
+        self.check_table(table)?;
+        let key = inserted[0].clone();
+        let inserted: HashSet<String> = inserted.into_iter().collect();
+        let is_inserted = |claim: &Operation| inserted.contains(claim.key.as_str());
+        let others: Vec<Operation> = claims
+            .iter()
+            .filter(|claim| !is_inserted(claim))
+            .cloned()
+            .collect();
+        let mut verdicts = Vec::new();
+        if !others.is_empty() {
+            verdicts = self.verdicts(&mut transaction, &others).await?;
+        }
+        let mut verdicts = verdicts.into_iter();
+        let recorded = claims.iter().map(|claim| match is_inserted(claim) {
+            true => None,
+            false => verdicts.next(),
+        });
+        Ok(BatchTransaction {
+            recorded: recorded.collect(),
+            transaction: Some(PostgresTransaction {
+                inner: transaction,
+                id,
+                key,
+            }),
+        })
     }
 
     async fn commit(&self, mut transaction: PostgresTransaction) -> Result<(), CommitError> {
@@ -413,6 +492,55 @@ enum Replace {
     Any,
 }
 
+/// The rows of the keys of these claims.
+async fn rows_of(
+    connection: &mut PgConnection,
+    claims: &[Operation],
+) -> Result<HashMap<String, SelectedRow>, sqlx::Error> {
+    let keys: Vec<&str> = claims.iter().map(|claim| claim.key.as_str()).collect();
+    let rows = query(LOOK_UP).bind(&keys).fetch_all(connection).await?;
+    rows.iter()
+        .map(|row| Ok((row.try_get::<String, _>(0)?, decode_row(row, 1)?)))
+        .collect()
+}
+
+/// Inserts the records of claims whose keys have none. Returns these keys, the id of the transaction
+/// and the oid of the table; `None` if it inserted none.
+async fn insert_batch(
+    connection: &mut PgConnection,
+    claims: &[Operation],
+    longest_run: Duration,
+) -> Result<Option<(Vec<String>, String, i64)>, sqlx::Error> {
+    let keys: Vec<&str> = claims.iter().map(|claim| claim.key.as_str()).collect();
+    let fingerprints: Vec<Option<i64>> = claims.iter().map(fingerprint).collect();
+    let window = claims.iter().map(|claim| claim.terms.window).max();
+    let row = query(INSERT_BATCH)
+        .bind(&keys)
+        .bind(time_to_live_ms(
+            window.unwrap_or_default().saturating_add(longest_run),
+        ))
+        .bind(&fingerprints)
+        .bind(milliseconds(LOCK_TIMEOUT).to_string())
+        .bind(idle_timeout(longest_run))
+        .fetch_one(connection)
+        .await?;
+    match row.try_get::<Option<Vec<String>>, _>(0)? {
+        Some(keys) => Ok(Some((keys, row.try_get(1)?, row.try_get(2)?))),
+        None => Ok(None),
+    }
+}
+
+/// The fingerprint in the record of a claim.
+fn fingerprint(claim: &Operation) -> Option<i64> {
+    MarkerColumns::of(Marker::Done(claim.terms.fingerprint)).and_then(|columns| columns.fingerprint)
+}
+
+/// `idle_in_transaction_session_timeout` of a transaction whose handler runs at most this long.
+fn idle_timeout(longest_run: Duration) -> String {
+    let idle = milliseconds(longest_run.saturating_add(IDLE_MARGIN)).min(i32::MAX.into());
+    idle.to_string()
+}
+
 /// Inserts the record of a claim. Returns the id of the transaction and the oid of the table, or
 /// `None` if the key has a row that may not be replaced.
 async fn insert(
@@ -421,16 +549,14 @@ async fn insert(
     longest_run: Duration,
     replace: Replace,
 ) -> Result<Option<(String, i64)>, sqlx::Error> {
-    let columns = MarkerColumns::of(Marker::Done(claim.terms.fingerprint));
     let time_to_live = claim.terms.window.saturating_add(longest_run);
-    let idle = milliseconds(longest_run.saturating_add(IDLE_MARGIN)).min(i32::MAX.into());
     let inserted = query(INSERT)
         .bind(claim.key.as_str())
         .bind(time_to_live_ms(time_to_live))
-        .bind(columns.and_then(|columns| columns.fingerprint))
+        .bind(fingerprint(claim))
         .bind(replace == Replace::Any)
         .bind(milliseconds(LOCK_TIMEOUT).to_string())
-        .bind(idle.to_string())
+        .bind(idle_timeout(longest_run))
         .fetch_optional(connection)
         .await?;
     inserted

@@ -66,8 +66,8 @@ pub struct BatchItem<P> {
 /// A transaction that has inserted the records of several messages.
 #[derive(Debug)]
 pub struct BatchTransaction<T> {
-    /// The open transaction.
-    pub transaction: T,
+    /// The open transaction; `None` if there was no record to insert.
+    pub transaction: Option<T>,
     /// For each claim in order: `None` if the transaction has inserted its record, otherwise the
     /// verdict of the record that exists. [`Verdict::Granted`] means that a transaction of its own
     /// may replace that record.
@@ -149,7 +149,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         let begun = self.inbox.begin_batch(&claims, run.longest_run()).await;
         let (mut items, mut ends) = (Vec::new(), Vec::new());
         let BatchTransaction {
-            mut transaction,
+            transaction,
             recorded,
         } = match begun {
             Ok(begun) => begun,
@@ -173,25 +173,23 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
             };
             let _ = run.end.send(end);
         }
-        let outcome = if items.is_empty() {
-            let _ = self.inbox.rollback(transaction).await;
+        let Some(mut transaction) = transaction else {
             return;
-        } else {
-            run.set_waits_for_database(false);
-            let handled = AssertUnwindSafe(self.handler.handle(&items, &mut transaction));
-            let handled = tokio::time::timeout(run.longest_run() / 2, handled.catch_unwind()).await;
-            run.set_waits_for_database(true);
-            match handled {
-                Ok(Ok(Ok(()))) => self.inbox.commit(transaction).await,
-                failed => {
-                    let cause = match failed {
-                        Ok(Ok(Err(failure))) => failure.to_string(),
-                        Ok(Err(_)) => "the handler panicked".to_owned(),
-                        _ => "it took longer than half of the handler timeout".to_owned(),
-                    };
-                    let rolled_back = self.inbox.rollback(transaction).await;
-                    rolled_back.and(Err(CommitError::RolledBack(cause.into())))
-                }
+        };
+        run.set_waits_for_database(false);
+        let handled = AssertUnwindSafe(self.handler.handle(&items, &mut transaction));
+        let handled = tokio::time::timeout(run.longest_run() / 2, handled.catch_unwind()).await;
+        run.set_waits_for_database(true);
+        let outcome = match handled {
+            Ok(Ok(Ok(()))) => self.inbox.commit(transaction).await,
+            failed => {
+                let cause = match failed {
+                    Ok(Ok(Err(failure))) => failure.to_string(),
+                    Ok(Err(_)) => "the handler panicked".to_owned(),
+                    _ => "it took longer than half of the handler timeout".to_owned(),
+                };
+                let rolled_back = self.inbox.rollback(transaction).await;
+                rolled_back.and(Err(CommitError::RolledBack(cause.into())))
             }
         };
         if let Err(error) = &outcome {
@@ -393,7 +391,7 @@ mod tests {
                 .filter_map(|(claim, recorded)| recorded.is_none().then(|| claim.clone()))
                 .collect();
             Ok(BatchTransaction {
-                transaction: self.open(&inserted),
+                transaction: (!inserted.is_empty()).then(|| self.open(&inserted)),
                 recorded,
             })
         }

@@ -110,7 +110,7 @@ impl TransactionalHandler<PostgresInbox> for InsertsRows {
     }
 }
 
-async fn pool_at(url: &str) -> PgPool {
+pub(crate) async fn pool_at(url: &str) -> PgPool {
     let pool = PgPoolOptions::new()
         .max_connections(CONNECTIONS)
         .acquire_timeout(2 * SECOND)
@@ -122,7 +122,7 @@ async fn pool_at(url: &str) -> PgPool {
     pool
 }
 
-fn broker(ids: impl IntoIterator<Item = usize>) -> MemoryBroker {
+pub(crate) fn broker(ids: impl IntoIterator<Item = usize>) -> MemoryBroker {
     let broker = MemoryBroker::new("transfers");
     for id in ids {
         broker.publish(Message::new("1").with_message_id(format!("t-{id}")));
@@ -160,13 +160,13 @@ async fn consume(broker: &MemoryBroker, pool: &PgPool, handler: InsertsRows) {
 }
 
 /// The number of rows, and of ids that have rows.
-async fn booked(pool: &PgPool) -> (i64, i64) {
+pub(crate) async fn booked(pool: &PgPool) -> (i64, i64) {
     let count = query("SELECT count(*), count(DISTINCT id) FROM ledger");
     let row = count.fetch_one(pool).await.expect("a count");
     (row.get(0), row.get(1))
 }
 
-async fn records(pool: &PgPool) -> i64 {
+pub(crate) async fn records(pool: &PgPool) -> i64 {
     let count = query("SELECT count(*) FROM oncegate_markers WHERE state = 0");
     count.fetch_one(pool).await.expect("a count").get(0)
 }

@@ -1,6 +1,7 @@
 //! The PostgreSQL store against real servers. Needs `ONCEGATE_POSTGRES` and Debian's package
 //! `postgresql`.
 
+mod batches;
 mod differential;
 mod faults;
 mod inbox;
