@@ -88,7 +88,7 @@ pub enum GateError {
     /// resolve`.
     #[error("unknown whether it happened: {0}")]
     InDoubt(String),
-    /// The id was rejected before, has used all attempts, or was used for other work.
+    /// The id was rejected before.
     #[error("not run: {0}")]
     Refused(&'static str),
     /// Another run of this id is in progress, or still was when the wait ended. It may still fail:

@@ -1,8 +1,8 @@
-//! The items of the core that only the other crates of this workspace use.
+//! Items of the core that are public only for the other crates of this workspace.
 //!
-//! Their users are the adapters (log throttles, locks, marker columns, store errors, and the points
-//! at which the chaos tests abort a process), the model and its mutants, the laws of
-//! `oncegate-testkit`, and the tests of this workspace. They are not part of the public API: any
+//! Their users are the adapters (backoff, log throttles, locks, marker columns, store errors, and
+//! the points at which the chaos tests abort a process), `oncegate-admin`, the model and its
+//! mutants, `oncegate-testkit`, and the tests of this workspace. They are not part of the public API: any
 //! release may change or remove them. If a program needs one, please open an issue.
 
 mod backoff;

@@ -107,8 +107,8 @@ impl PostgresConnections {
         Ok(connection)
     }
 
-    /// Closes the idle connections. Called after a connection failed: the server was probably
-    /// restarted.
+    /// Closes the idle connections. Called after a request failed: the server may have been
+    /// restarted, and then the idle connections are broken, too.
     pub(crate) fn close_idle(&self) {
         self.idle.lock().clear();
     }

@@ -136,7 +136,7 @@ fn add_store_error(error: StoreError, findings: &mut DoctorFindings) {
             Some((what, rights)) => (what.to_owned(), format!("ACL SETUSER {rights}")),
             None => (
                 text,
-                "grant the user the permissions that the book lists under \"Stores\"".to_owned(),
+                "grant the user the rights in https://github.com/oncegate/oncegate/blob/main/docs/src/stores.md#acl-rights".to_owned(),
             ),
         };
         findings.error("store-permission-missing", "Redis", what, remedy);
@@ -243,6 +243,7 @@ fn check_server(
     if let (Durability::Replicas { count, .. }, Some(connected)) =
         (config.durability(), server.number("connected_slaves"))
         && connected < u64::from(count)
+        && guarantee != Guarantee::Bare
     {
         let what = format!(
             "{connected} replicas are connected, and store.replicas requires {count}: no claim is granted until {count} are connected"
@@ -272,10 +273,17 @@ fn check_memory(
         .number("used_memory")
         .filter(|used| used.saturating_mul(100) > limit.saturating_mul(80))
     {
+        let policy = server.field("maxmemory_policy");
+        let evicts = policy.is_some_and(|policy| policy != "noeviction");
         let what = format!(
-            "it uses {} of {} of memory; when memory is full, no claim is granted",
+            "it uses {} of {} of memory; when memory is full, {}",
             bytes(used),
-            bytes(limit)
+            bytes(limit),
+            if evicts {
+                "it evicts markers"
+            } else {
+                "no claim is granted"
+            }
         );
         let severity = if limited.is_some_and(|limit| used >= limit) {
             Severity::Error
