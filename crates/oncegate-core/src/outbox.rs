@@ -260,7 +260,7 @@ pub struct OutboxRow {
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not an outbox",
     label = "this is not an `Outbox`",
-    note = "pass `PostgresOutbox::new(pool)` of the crate `oncegate-postgres`"
+    note = "pass `PostgresOutbox::new(&pool)` of the crate `oncegate-postgres`"
 )]
 pub trait Outbox: Send + Sync + 'static {
     /// The session of the leader.
