@@ -4,7 +4,7 @@
 //! The `driver` owns one `session` (a consuming channel, opened by `open_session`) and the
 //! `publisher` of copies, which has a `destination_publisher` for each queue. The driver passes
 //! deliveries to the source through the `incoming_queue`. `node` parses the URLs, `connector`
-//! connects, `declare` declares the queues.
+//! connects, `outbox_publisher` publishes for a relay, `declare` declares the queues.
 //!
 //! # Workarounds
 //!
@@ -29,6 +29,7 @@ pub(crate) mod next_ready;
 pub(crate) mod node;
 pub(crate) mod one_by_one;
 pub(crate) mod open_session;
+pub(crate) mod outbox_publisher;
 pub(crate) mod problem_throttle;
 pub(crate) mod publisher;
 pub(crate) mod quiet_executor;

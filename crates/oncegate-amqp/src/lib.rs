@@ -35,6 +35,7 @@ mod settings;
 mod source;
 mod status;
 
+pub use client::outbox_publisher::RabbitMqPublisher;
 pub use metric::RABBITMQ_METRICS;
 pub use settings::{QueueKind, RabbitMq, Rejects, Topology};
 pub use source::RabbitMqSource;

@@ -13,6 +13,7 @@ use crate::client::connector::BrokerConnector;
 use crate::client::context::SourceContext;
 use crate::client::declare::{self, MismatchLog};
 use crate::client::node::BrokerNode;
+use crate::client::outbox_publisher::RabbitMqPublisher;
 use crate::client::tls::{ClientIdentity, TlsFiles};
 use crate::protocol::queue_settings::{ConsumerMode, QueueSettings, queue_name};
 use crate::status::{RabbitMqStatus, SourceMetrics};
@@ -267,6 +268,12 @@ impl RabbitMq {
             .connect(name)
             .await
             .map_err(|error| SourceError::Unavailable(error.into()))
+    }
+
+    /// A publisher for a [`Relay`](oncegate_core::Relay), which uses the nodes, TLS files and login
+    /// of this source. It publishes to any queue or exchange.
+    pub fn publisher(&self) -> RabbitMqPublisher {
+        RabbitMqPublisher::new(self.urls.clone(), self.tls.clone())
     }
 
     /// For tools: compares the consumed queue with these settings as the source does when it opens,

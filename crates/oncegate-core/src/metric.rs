@@ -107,6 +107,12 @@ pub(crate) const AWAITING_CLAIM: &str = "oncegate_awaiting_claim";
 pub(crate) const ISOLATED: &str = "oncegate_isolated";
 pub(crate) const STORE_UNAVAILABLE: &str = "oncegate_store_unavailable";
 pub(crate) const SHADOW: &str = "oncegate_shadow_total";
+pub(crate) const OUTBOX_OLDEST_AGE_SECONDS: &str = "oncegate_outbox_oldest_age_seconds";
+pub(crate) const OUTBOX_UNSENT: &str = "oncegate_outbox_unsent";
+pub(crate) const OUTBOX_PARKED: &str = "oncegate_outbox_parked";
+pub(crate) const OUTBOX_PUBLISHED: &str = "oncegate_outbox_published_total";
+pub(crate) const OUTBOX_FAILED: &str = "oncegate_outbox_failed_total";
+pub(crate) const OUTBOX_REFUSED: &str = "oncegate_outbox_refused_total";
 
 /// The metrics of the consumer and the gate. If several run in one process, each metric is the sum
 /// over all of them.
@@ -165,5 +171,35 @@ pub const METRICS: &[Metric] = &[
         SHADOW,
         &["outcome"],
         "Claims that only a Shadow granted, by the store's answer: accept (duplicate), wait (busy), doubt, conflict, reject, pause (no answer)",
+    ),
+    Metric::gauge(
+        OUTBOX_OLDEST_AGE_SECONDS,
+        &[],
+        "Age of the oldest message in the outbox that is neither sent nor parked, in the process that publishes",
+    ),
+    Metric::gauge(
+        OUTBOX_UNSENT,
+        &[],
+        "Messages in the outbox that are neither sent nor parked, counted up to 100,000, in the process that publishes",
+    ),
+    Metric::gauge(
+        OUTBOX_PARKED,
+        &[],
+        "Messages in the outbox that a broker refused for good, in the process that publishes",
+    ),
+    Metric::counter(
+        OUTBOX_PUBLISHED,
+        &[],
+        "Messages of the outbox that a broker confirmed",
+    ),
+    Metric::counter(
+        OUTBOX_FAILED,
+        &[],
+        "Attempts to publish a message of the outbox without a confirm; each is repeated",
+    ),
+    Metric::counter(
+        OUTBOX_REFUSED,
+        &[],
+        "Messages of the outbox that a broker refused for good; each is parked",
     ),
 ];

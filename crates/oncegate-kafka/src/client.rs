@@ -6,7 +6,7 @@
 //! | `poll`, `assignment_wait` | the polling thread, the only one that serves the group |
 //! | `callbacks`, `rebalance`, `records`, `start_position`, `time_budget`, `topic_ids`, `commits`, `error_position`, `lowered_commit` | what runs on the polling thread: rebalances, records, errors, offsets |
 //! | `watch`, `stall`, `missing_topics`, `lost_metadata` | a second client and thread: lag, stalled partitions, deleted topics, the group coordinator |
-//! | `dead_letters` | the producers |
+//! | `dead_letters`, `outbox_publisher`, `restarting_producer` | the producers |
 //! | `batch` | reading in batches: the only `unsafe` code |
 //! | `log`, `error`, `connection_errors`, `statistics`, `missing_topic_log`, `topic_id_log`, `cluster_id`, `commit_metadata` | logs, errors, statistics and metadata of librdkafka |
 //!
@@ -32,9 +32,11 @@ mod lost_metadata;
 mod lowered_commit;
 mod missing_topic_log;
 mod missing_topics;
+pub(crate) mod outbox_publisher;
 pub(crate) mod poll;
 mod rebalance;
 mod records;
+mod restarting_producer;
 mod retention;
 mod stall;
 mod start_position;

@@ -33,6 +33,7 @@ mod shared;
 mod source;
 mod status;
 
+pub use client::outbox_publisher::KafkaPublisher;
 pub use metric::KAFKA_METRICS;
 pub use settings::{GroupProtocol, Kafka, KafkaLogin, OutOfRange, StartAt, TopicCreation};
 pub use source::KafkaSource;

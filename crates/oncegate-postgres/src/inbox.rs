@@ -8,6 +8,7 @@ use std::time::Duration;
 use oncegate_core::inbox::{BatchTransaction, BeginResult, CommitError};
 use oncegate_core::internal::{MarkerColumns, StoreFailure, milliseconds};
 use oncegate_core::marker::{Age, Marker, Operation, Verdict, apply};
+use oncegate_core::outbox::{Outgoing, OutgoingError};
 use oncegate_core::store::BoxError;
 use oncegate_core::{Guarantee, Inbox, Persistence, Store, StoreError};
 use sqlx::postgres::PgConnection;
@@ -16,6 +17,7 @@ use sqlx::{AssertSqlSafe, Executor, PgPool, Row, Transaction, query};
 use crate::apply::{time_to_live_ms, unreadable};
 use crate::dropped_begin;
 use crate::failure;
+use crate::outbox::{self, SentMessages};
 use crate::preflight;
 use crate::statement::{SelectedRow, decode_row};
 use crate::store::Postgres;
@@ -145,6 +147,9 @@ pub struct PostgresInbox {
     store: Postgres,
     /// The oid of `oncegate_markers` that the preflight found.
     table: Arc<OnceLock<i64>>,
+    /// The name of `oncegate_outbox` with its schema, which the preflight found: a handler may
+    /// change the `search_path` of its transaction.
+    outbox: Arc<OnceLock<String>>,
 }
 
 /// The transaction of one message, with its record. The consumer commits it; if it is dropped, it
@@ -154,6 +159,7 @@ pub struct PostgresTransaction {
     /// The id that PostgreSQL gave the transaction.
     id: String,
     key: String,
+    sent: SentMessages,
 }
 
 impl PostgresInbox {
@@ -165,6 +171,7 @@ impl PostgresInbox {
             pool,
             store,
             table: Arc::default(),
+            outbox: Arc::default(),
         }
     }
 
@@ -236,6 +243,22 @@ impl PostgresTransaction {
         dropped_begin::assert_in_transaction(&self.inner);
         &mut self.inner
     }
+
+    /// Sends a message when the transaction is committed: it is stored in the table
+    /// `oncegate_outbox` by the same commit, from where a [`Relay`](oncegate_core::Relay) publishes
+    /// it. If the transaction is rolled back, nothing is sent. The rollback of a savepoint does not
+    /// take it back.
+    ///
+    /// Its id is that of the handled message, after the consumer's scope if it has one, and the
+    /// number of the message in this run: `order-7/1`, `ledger/order-7/2`. So the next consumer
+    /// recognizes copies, and no two consumers of one message send the same id.
+    ///
+    /// # Errors
+    /// [`OutgoingError`]: the message can never be published, or the run has sent more than 10,000
+    /// messages or 64 MiB. `?` rejects the message that is handled.
+    pub fn send(&mut self, message: Outgoing) -> Result<(), OutgoingError> {
+        self.sent.add(&self.key, message)
+    }
 }
 
 impl Inbox for PostgresInbox {
@@ -261,6 +284,9 @@ impl Inbox for PostgresInbox {
             .await?;
         let table = of_pool.check_same_table(&of_store, &server)?;
         let _ = self.table.set(table); // fails if a clone has set it
+        if let Some(name) = of_store.outbox() {
+            let _ = self.outbox.set(name.to_owned());
+        }
         Ok(())
     }
 
@@ -312,6 +338,7 @@ impl Inbox for PostgresInbox {
             inner: transaction,
             id,
             key: claim.key.as_str().to_owned(),
+            sent: SentMessages::default(),
         }))
     }
 
@@ -359,6 +386,12 @@ impl Inbox for PostgresInbox {
     }
 
     async fn commit(&self, mut transaction: PostgresTransaction) -> Result<(), CommitError> {
+        if let Err(error) = self.store_sent(&mut transaction).await
+            && !is_aborted(&error)
+        {
+            self.roll_back_and_check(transaction).await?;
+            return Err(CommitError::RolledBack(error.into()));
+        }
         let commit = commit_statements(&transaction.id);
         let Err(error) = transaction.inner.execute(commit).await else {
             return Ok(());
@@ -459,6 +492,15 @@ async fn outcome(
 }
 
 impl PostgresInbox {
+    /// Inserts the messages that the handler has sent, unless it has ended its transaction.
+    async fn store_sent(&self, transaction: &mut PostgresTransaction) -> Result<(), sqlx::Error> {
+        let table = self.outbox.get().map_or(outbox::TABLE, String::as_str);
+        let PostgresTransaction {
+            inner, id, sent, ..
+        } = transaction;
+        sent.insert(inner, table, id).await
+    }
+
     /// Reads the outcome of a transaction on a connection of the store.
     async fn outcome(&self, key: &str, id: &str) -> TransactionOutcome {
         let timeout = self.store.timeout_setting();

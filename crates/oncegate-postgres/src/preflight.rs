@@ -21,6 +21,10 @@ pub(crate) struct PostgresState {
     has_rights: bool,
     /// The oid of `oncegate_markers`, by the `search_path` of the session.
     table: Option<i64>,
+    /// The name of `oncegate_outbox` with its schema.
+    outbox: Option<String>,
+    /// Whether the user may read, change and delete rows of the outbox, as a relay does.
+    has_relay_rights: bool,
 }
 
 const STATE: &str = "
@@ -29,7 +33,11 @@ SELECT current_setting('server_version_num')::int4, pg_is_in_recovery(), current
     coalesce((SELECT relpersistence <> 'p' FROM pg_class WHERE oid = to_regclass('oncegate_markers')), false),
     coalesce((SELECT bool_and(has_table_privilege(to_regclass('oncegate_markers'), right_name))
         FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS right_name), false),
-    current_setting('transaction_read_only') = 'on', to_regclass('oncegate_markers')::oid::int8";
+    current_setting('transaction_read_only') = 'on', to_regclass('oncegate_markers')::oid::int8,
+    (SELECT format('%I.%I', nspname, relname) FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
+        WHERE pg_class.oid = to_regclass('oncegate_outbox')),
+    coalesce((SELECT bool_and(has_table_privilege(to_regclass('oncegate_outbox'), right_name))
+        FROM unnest(ARRAY['SELECT', 'UPDATE', 'DELETE']) AS right_name), false)";
 
 /// Reads the state of the server.
 ///
@@ -46,6 +54,8 @@ pub(crate) async fn inspect(connection: &mut PgConnection) -> Result<PostgresSta
         is_unlogged: row.try_get(4)?,
         has_rights: row.try_get(5)?,
         table: row.try_get(7)?,
+        outbox: row.try_get(8)?,
+        has_relay_rights: row.try_get(9)?,
     })
 }
 
@@ -86,6 +96,25 @@ impl PostgresState {
             "the user {user} of PostgreSQL at {server} may not use the table oncegate_markers: \
              GRANT SELECT, INSERT, UPDATE, DELETE ON oncegate_markers TO {user}"
         )))
+    }
+
+    /// Checks that the user has the rights on the outbox that a relay needs.
+    ///
+    /// # Errors
+    /// A right is missing; the text has the `GRANT` of all of them.
+    pub(crate) fn check_relay_rights(&self, server: &str, user: &str) -> Result<(), StoreFailure> {
+        if self.has_relay_rights {
+            return Ok(());
+        }
+        Err(StoreFailure::misconfigured(format!(
+            "the user {user} of PostgreSQL at {server} may not use the table oncegate_outbox: \
+             GRANT SELECT, UPDATE, DELETE ON oncegate_outbox TO {user}"
+        )))
+    }
+
+    /// The name of `oncegate_outbox` with its schema.
+    pub(crate) fn outbox(&self) -> Option<&str> {
+        self.outbox.as_deref()
     }
 
     /// Checks that the sessions of a pool, whose state is `self`, use the table that the store

@@ -5,7 +5,7 @@ use sqlx::postgres::PgConnection;
 use sqlx::{Connection, Executor, Row};
 
 /// The version of the tables that this release reads and writes.
-pub(crate) const VERSION: i32 = 1;
+pub(crate) const VERSION: i32 = 2;
 
 /// The statements that update the tables from each version to the next, the first from version 0.
 ///
@@ -30,7 +30,19 @@ CREATE TABLE oncegate_markers ( -- all stored markers, one row per id; times in 
     autovacuum_analyze_scale_factor = 0.05);
 CREATE TABLE IF NOT EXISTS oncegate_audit ( -- what operators did, one line of JSON per step
     number int8 GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    entry  text NOT NULL)"];
+    entry  text NOT NULL)", "
+CREATE TABLE IF NOT EXISTS oncegate_outbox ( -- messages of committed transactions that the relay has not published yet
+    number      int8 GENERATED ALWAYS AS IDENTITY PRIMARY KEY, -- transactions may be committed in another order
+    id          text NOT NULL, -- the message id
+    created     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    exchange    text NOT NULL, -- of RabbitMQ; empty for the default exchange and for Kafka
+    destination text NOT NULL, -- queue, topic or routing key
+    key         bytea,
+    headers     text NOT NULL, -- JSON: [[name, value], …]
+    body        bytea NOT NULL,
+    error       text -- why the broker refused the message for good: the row is parked
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+CREATE INDEX IF NOT EXISTS oncegate_outbox_parked ON oncegate_outbox (exchange, destination, key) WHERE error IS NOT NULL"];
 
 /// Whether the tables exist, and their version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

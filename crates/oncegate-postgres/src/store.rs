@@ -16,6 +16,7 @@ use sqlx::{ConnectOptions, PgPool};
 use crate::apply::{self, Progress};
 use crate::connections::PostgresConnections;
 use crate::failure::{self, StatementStage};
+use crate::preflight::PostgresState;
 use crate::schema::SchemaVersion;
 use crate::sweep::Sweep;
 use crate::{preflight, schema, url_parameters};
@@ -157,6 +158,33 @@ impl Postgres {
         Ok(())
     }
 
+    /// Checks the settings, the server and the version of the tables, which are created or updated
+    /// first if the settings say so.
+    ///
+    /// # Errors
+    /// As for [`Store::preflight`].
+    pub(crate) async fn prepare_tables(&self) -> Result<PostgresState, StoreError> {
+        self.check_settings()?;
+        let server = self.connections.server();
+        let state = self
+            .connections
+            .read(self.timeout, preflight::inspect)
+            .await?;
+        state.check_server(&server)?;
+        if self.tables == TableSetup::Create {
+            self.migrate().await?;
+        }
+        let (version, state) = self
+            .connections
+            .read(self.timeout, async |connection: &mut _| {
+                let version = schema::version(connection).await?;
+                Ok((version, preflight::inspect(connection).await?))
+            })
+            .await?;
+        schema::check(version)?;
+        Ok(state)
+    }
+
     fn new_connections(&self) -> Arc<PostgresConnections> {
         let options = self.connections.options().clone();
         Arc::new(PostgresConnections::new(options, self.timeout))
@@ -243,27 +271,10 @@ impl Store for Postgres {
     }
 
     async fn preflight(&self, _: Guarantee) -> Result<(), StoreError> {
-        self.check_settings()?;
-        let server = self.connections.server();
-        let state = self
-            .connections
-            .read(self.timeout, preflight::inspect)
-            .await?;
-        state.check_server(&server)?;
-        if self.tables == TableSetup::Create {
-            self.migrate().await?;
-        }
-        let (version, state) = self
-            .connections
-            .read(self.timeout, async |connection: &mut _| {
-                let version = schema::version(connection).await?;
-                Ok((version, preflight::inspect(connection).await?))
-            })
-            .await?;
-        schema::check(version)?;
+        let state = self.prepare_tables().await?;
         let user = self.connections.options().as_ref();
         let user = user.map_or("", |options| options.get_username());
-        Ok(state.check_rights(&server, user)?)
+        Ok(state.check_rights(&self.connections.server(), user)?)
     }
 
     async fn persistence(&self) -> Result<Persistence, StoreError> {

@@ -19,6 +19,9 @@ pub use oncegate_core::{
     Context, Decode, Failure, FailureExt, Handler, Inbox, Json, Raw, RawBytes, Reconciled,
     TransactionalHandler, async_trait,
 };
+// Messages that transactions send. The module `outbox` has the types that only implementations
+// need.
+pub use oncegate_core::{Outgoing, Relay};
 // Work without a broker.
 pub use oncegate_core::{Gate, GateError, RunOutcome, WhenHeld};
 // Messages.
@@ -33,7 +36,7 @@ pub use oncegate_core::{MemoryBroker, MemoryStore};
 pub use oncegate_core::internal;
 pub use oncegate_core::{
     context, decode, defaults, error, gate, handler, id, inbox, lifecycle, marker, memory, message,
-    metric, outcome, source, store,
+    metric, outbox, outcome, source, store,
 };
 
 #[cfg(feature = "rabbitmq")]

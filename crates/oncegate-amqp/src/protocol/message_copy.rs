@@ -281,7 +281,7 @@ fn truncate(text: &str, bytes: usize) -> &str {
 }
 
 /// The limit for a content header's frame, in bytes; `frame_max` 0 is unlimited.
-fn max_header_frame(frame_max: u32) -> usize {
+pub(crate) fn max_header_frame(frame_max: u32) -> usize {
     let frame_max = frame_max as usize;
     if frame_max == 0 {
         usize::MAX
@@ -293,7 +293,7 @@ fn max_header_frame(frame_max: u32) -> usize {
 }
 
 /// The size of a content header's frame: 20 bytes and the properties.
-fn header_frame_size(properties: &BasicProperties) -> usize {
+pub(crate) fn header_frame_size(properties: &BasicProperties) -> usize {
     let written = gen_properties(properties)(Vec::<u8>::new().into());
     // Encoding fails only for properties that lapin cannot publish either.
     20 + written.map_or(0, |written| written.into_inner().1 as usize)

@@ -8,6 +8,7 @@ mod fixture;
 mod laws;
 mod limits;
 mod nodes;
+mod outbox;
 mod recovery;
 mod releases;
 mod security;

@@ -12,10 +12,10 @@ use oncegate_core::source::{kept_headers, rejection_headers};
 use rdkafka::ClientConfig;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
-use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
+use rdkafka::producer::FutureRecord;
 
 use super::connection_errors::ConnectionErrors;
-use super::log::LogContext;
+use super::restarting_producer::{RestartingProducer, is_rejection};
 use crate::settings::Destinations;
 use crate::shared::RejectedDelivery;
 
@@ -29,21 +29,12 @@ const KEY_OMITTED: &str = "oncegate-key-omitted";
 /// headers.
 const HEADERS_OMITTED: &str = "oncegate-headers-omitted";
 
-/// How long a producer whose message timed out may take to fetch the metadata of its topic before
-/// it is replaced.
-const METADATA_TIMEOUT: Duration = Duration::from_secs(5);
-
 /// How often a failure is logged per topic.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// After this time without a confirm, a dead letter is logged. librdkafka gives up after
 /// `delivery.timeout.ms`: 30 s by default.
 const DELAY_WARNING_AFTER: Duration = Duration::from_secs(5);
-
-/// How long a dead letter waits for room in the queue of its producer.
-const ENQUEUE_TIMEOUT: Duration = Duration::from_secs(30);
-
-type DeadLetterProducer = FutureProducer<LogContext>;
 
 /// Publishes dead letters and in-doubt messages with idempotent producers and `acks=all`.
 pub(crate) struct DeadLetters {
@@ -104,15 +95,11 @@ impl DeadLetters {
         destinations: Destinations,
         connection_errors: Arc<ConnectionErrors>,
     ) -> Result<Self, KafkaError> {
-        let producer = |config| RestartingProducer {
-            config,
-            connection_errors: connection_errors.clone(),
-            current: Lock::default(),
-        };
+        let producer = |config| RestartingProducer::new(config, connection_errors.clone());
         let mut singles_config = config.clone();
         singles_config.set("batch.num.messages", "1");
         let (batches, singles) = (producer(config), producer(singles_config));
-        drop(batches.current()?);
+        batches.start()?;
         Ok(Self {
             destinations,
             batches,
@@ -267,106 +254,6 @@ impl DeadLetters {
             .or_insert_with(|| LogThrottle::every(LOG_INTERVAL));
         throttle.due(now)
     }
-}
-
-/// Whether this code says that the broker rejected the batch, because of this message or of another
-/// message in the batch. With any other code, the outcome is unknown.
-fn is_rejection(code: RDKafkaErrorCode) -> bool {
-    use RDKafkaErrorCode as E;
-    !matches!(
-        code,
-        E::MessageTimedOut | E::QueueFull | E::PurgeQueue | E::PurgeInflight | E::Fatal
-    )
-}
-
-/// A producer that is replaced after a fatal error, or if it has lost its broker metadata.
-struct RestartingProducer {
-    config: ClientConfig,
-    connection_errors: Arc<ConnectionErrors>,
-    current: Lock<Option<DeadLetterProducer>>,
-}
-
-impl RestartingProducer {
-    /// Sends a record and waits for the confirm. Then replaces the producer if it has a fatal error
-    /// or has lost its broker metadata.
-    async fn send(&self, record: FutureRecord<'_, [u8], [u8]>) -> Result<(), KafkaError> {
-        let (topic, producer) = (record.topic.to_owned(), self.current()?);
-        let sent = producer.send(record, ENQUEUE_TIMEOUT).await;
-        match &sent {
-            Err(_) if producer.client().fatal_error().is_some() => {
-                self.replace(&producer, "fatal error")
-            }
-            Err((KafkaError::MessageProduction(RDKafkaErrorCode::MessageTimedOut), _)) => {
-                self.replace_if_disconnected(producer, topic).await
-            }
-            _ => {}
-        }
-        sent.map(|_| ()).map_err(|(error, _)| error)
-    }
-
-    /// The current producer, which is created if there is none.
-    fn current(&self) -> Result<DeadLetterProducer, KafkaError> {
-        let mut producer = self.current.lock();
-        match &*producer {
-            Some(producer) => Ok(producer.clone()),
-            None => Ok(producer
-                .insert(
-                    self.config
-                        .create_with_context(LogContext(self.connection_errors.clone()))?,
-                )
-                .clone()),
-        }
-    }
-
-    /// Replaces the producer if it cannot fetch the topic's metadata: a producer that has lost its
-    /// broker metadata may never connect again (see `lost_metadata`). If no broker is available,
-    /// the new producer fails too, and the dead letter is retried.
-    async fn replace_if_disconnected(&self, producer: DeadLetterProducer, topic: String) {
-        let fetched = tokio::task::spawn_blocking(move || {
-            let answer = producer
-                .client()
-                .fetch_metadata(Some(&topic), METADATA_TIMEOUT);
-            (
-                answer.is_ok_and(|answer| !answer.brokers().is_empty()),
-                producer,
-            )
-        });
-        if let Ok((false, producer)) = fetched.await {
-            self.replace(&producer, "cannot fetch metadata");
-            drop_on_thread(Some(producer));
-        }
-    }
-
-    /// Removes a failed producer, unless another call already has removed it. The next call of
-    /// `send` creates a new one. A fatal error of an idempotent producer is permanent.
-    fn replace(&self, failed: &DeadLetterProducer, reason: &str) {
-        let mut producer = self.current.lock();
-        if producer
-            .as_ref()
-            .is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr())
-        {
-            tracing::warn!(
-                reason,
-                "dead-letter producer replaced; unconfirmed dead letters are published again; if this repeats, check the brokers' logs"
-            );
-            drop_on_thread(producer.take());
-        }
-    }
-}
-
-impl Drop for RestartingProducer {
-    fn drop(&mut self) {
-        drop_on_thread(self.current.lock().take());
-    }
-}
-
-/// Drops a producer on a new thread: dropping joins the producer's thread, and a thread of the
-/// tokio runtime must not block.
-fn drop_on_thread(producer: Option<DeadLetterProducer>) {
-    // If no thread can be spawned, the producer is dropped on the current thread.
-    let _ = std::thread::Builder::new()
-        .name("oncegate-kafka-drop".into())
-        .spawn(move || drop(producer));
 }
 
 /// The headers of a dead letter: the headers of the message without inbound `oncegate-*` headers,

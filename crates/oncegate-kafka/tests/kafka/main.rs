@@ -10,6 +10,7 @@ mod mirror;
 mod opening;
 mod order;
 mod outage;
+mod outbox;
 mod positions;
 mod seeking;
 mod settling;

@@ -6,6 +6,7 @@ mod differential;
 mod faults;
 mod inbox;
 mod laws;
+mod outbox;
 mod preflight;
 mod support;
 mod sweep;

@@ -1,0 +1,149 @@
+//! Publishes messages of an outbox.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use oncegate_core::SourceError;
+use oncegate_core::outbox::{ID_HEADER, OutboxMessage, PublishError, Publisher};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::message::{Header, OwnedHeaders};
+use rdkafka::producer::FutureRecord;
+
+use super::connection_errors::ConnectionErrors;
+use super::error;
+use super::restarting_producer::{RestartingProducer, is_rejection};
+use crate::settings::Kafka;
+
+/// After this time a topic that is not in the metadata counts as missing. Its message is tried
+/// again, so a topic that was just created need not be waited for.
+const TOPIC_PROPAGATION_MS: &str = "3000";
+
+/// Publishes messages of an outbox to Kafka with idempotent producers and `acks=all`. Created by
+/// [`Kafka::publisher`].
+///
+/// The key is the record key, and the id is the header `message-id`: a consumer reads it with
+/// `IdSource::header("message-id")`. Topics are not created: a message for a missing topic is
+/// published once the topic exists.
+///
+/// A message that its topic rejects as too large (`max.message.bytes`) or as invalid is refused, and
+/// so is one with an exchange.
+pub struct KafkaPublisher {
+    kafka: Kafka,
+    producers: OnceLock<RelayProducers>,
+}
+
+struct RelayProducers {
+    /// Sends several messages per request.
+    batches: RestartingProducer,
+    /// Sends one message per request. The broker acknowledges a batch as a whole, so only a message
+    /// that is sent alone can be identified as the rejected one.
+    singles: RestartingProducer,
+}
+
+impl Kafka {
+    /// A publisher for a [`Relay`](oncegate_core::Relay), which uses the brokers, TLS, login and
+    /// properties of this source. It publishes to any topic.
+    pub fn publisher(&self) -> KafkaPublisher {
+        KafkaPublisher {
+            kafka: self.clone(),
+            producers: OnceLock::new(),
+        }
+    }
+}
+
+impl KafkaPublisher {
+    fn producers(&self) -> Result<&RelayProducers, SourceError> {
+        if let Some(producers) = self.producers.get() {
+            return Ok(producers);
+        }
+        self.kafka.check_access()?;
+        let mut config = self.kafka.producer_config();
+        if config.get(PROPAGATION).is_none() {
+            config.set(PROPAGATION, TOPIC_PROPAGATION_MS);
+        }
+        let mut singles = config.clone();
+        singles.set("batch.num.messages", "1");
+        let connection_errors = Arc::new(ConnectionErrors::new(&self.kafka.brokers));
+        let producers = RelayProducers {
+            batches: RestartingProducer::new(config, connection_errors.clone()),
+            singles: RestartingProducer::new(singles, connection_errors),
+        };
+        producers.batches.start().map_err(error::from_config)?;
+        Ok(self.producers.get_or_init(|| producers))
+    }
+}
+
+/// librdkafka's property for [`TOPIC_PROPAGATION_MS`].
+const PROPAGATION: &str = "topic.metadata.propagation.max.ms";
+
+impl Publisher for KafkaPublisher {
+    fn described(&self) -> String {
+        format!("Kafka at {}", self.kafka.brokers)
+    }
+
+    async fn preflight(&self) -> Result<(), SourceError> {
+        self.producers().map(drop)
+    }
+
+    async fn publish(&self, message: &OutboxMessage) -> Result<(), PublishError> {
+        if !message.exchange.is_empty() {
+            return Err(PublishError::Refused(
+                "the message names a RabbitMQ exchange, which Kafka does not have".into(),
+            ));
+        }
+        let producers = self
+            .producers()
+            .map_err(|error| PublishError::NotConfirmed(error.into()))?;
+        let result = match producers.batches.send(record(message)).await {
+            Err(KafkaError::MessageProduction(code)) if is_rejection(code) => {
+                producers.singles.send(record(message)).await
+            }
+            result => result,
+        };
+        result.map_err(|error| match error {
+            KafkaError::MessageProduction(code) if is_refusal(code) => {
+                PublishError::Refused(error.into())
+            }
+            error => PublishError::NotConfirmed(error.into()),
+        })
+    }
+}
+
+/// Whether no later attempt to send this message alone can succeed.
+fn is_refusal(code: RDKafkaErrorCode) -> bool {
+    use RDKafkaErrorCode as E;
+    matches!(
+        code,
+        E::MessageSizeTooLarge | E::InvalidMessageSize | E::InvalidRecord | E::InvalidTopic
+    )
+}
+
+fn record(message: &OutboxMessage) -> FutureRecord<'_, [u8], [u8]> {
+    let id = Header {
+        key: ID_HEADER,
+        value: Some(message.id.as_str()),
+    };
+    let headers =
+        message
+            .headers
+            .iter()
+            .fold(OwnedHeaders::new().insert(id), |headers, (name, value)| {
+                headers.insert(Header {
+                    key: name,
+                    value: Some(value),
+                })
+            });
+    let mut record = FutureRecord::to(&message.destination)
+        .payload(&message.body[..])
+        .headers(headers);
+    record.key = message.key.as_deref();
+    record
+}
+
+impl fmt::Debug for KafkaPublisher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KafkaPublisher")
+            .field("kafka", &self.kafka)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,353 @@
+//! The outbox: messages that transactions send, and the session of the relay that publishes them.
+
+use std::fmt;
+use std::time::Duration;
+
+use oncegate_core::StoreError;
+use oncegate_core::internal::{Lock, StoreFailure};
+use oncegate_core::outbox::{
+    Outbox, OutboxLevel, OutboxMessage, OutboxRow, OutboxSession, Outgoing, OutgoingError,
+    UnsentQuery,
+};
+use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, Row, query};
+use tokio::sync::Mutex;
+
+use crate::failure::{self, StatementStage};
+use crate::store::Postgres;
+
+/// The table, for sessions whose `search_path` finds it.
+pub(crate) const TABLE: &str = "oncegate_outbox";
+
+/// The limits of one transaction, because its messages are in memory until the commit.
+const MAX_SENT: usize = 10_000;
+const MAX_SENT_BYTES: usize = 64 * 1024 * 1024;
+
+/// How long connecting, becoming the leader and a statement may take.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Inserts messages in their order, if the current transaction has the id $1. Otherwise the
+/// handler has ended the transaction of its message, which the commit finds out.
+fn insert_statement(table: &str) -> AssertSqlSafe<String> {
+    AssertSqlSafe(format!(
+        "INSERT INTO {table} (id, exchange, destination, key, headers, body)
+        SELECT sent.id, sent.exchange, sent.destination, sent.key, sent.headers, sent.body
+        FROM unnest($2::text[], $3::text[], $4::text[], $5::bytea[], $6::text[], $7::bytea[])
+            WITH ORDINALITY AS sent (id, exchange, destination, key, headers, body, position)
+        WHERE pg_current_xact_id_if_assigned()::text = $1 ORDER BY sent.position"
+    ))
+}
+
+/// The settings of the leader's session. The server ends the session, and with it the lock, within
+/// 20 s after the machine of the leader failed. By then the leader, whose requests have a shorter
+/// timeout, begins no further message.
+const SESSION: &str = "SET statement_timeout = 5000; SET idle_session_timeout = 0; SET enable_seqscan = off; SET jit = off;
+    SET default_transaction_isolation = 'read committed';
+    SET tcp_keepalives_idle = 5; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3; SET tcp_user_timeout = 20000";
+
+/// Takes the lock of the leader, without waiting: a statement that waits would keep the server from
+/// removing deleted rows. The number is arbitrary; the oid is that of the table, so that each
+/// outbox of a database has a lock of its own.
+const LEAD: &str =
+    "SELECT pg_try_advisory_lock(1702060386, to_regclass('oncegate_outbox')::oid::int4)";
+
+/// Rows in the order of their numbers, from all that are present. Numbers are committed in any
+/// order, so `number > <the last one>` would lose rows.
+const READ: &str = "
+WITH unsent AS MATERIALIZED (
+    SELECT number, octet_length(body) AS size FROM oncegate_outbox AS o
+    WHERE error IS NULL AND number <> ALL ($1)
+        AND NOT EXISTS (SELECT FROM unnest($2::text[], $3::text[]) AS failing (exchange, destination)
+            WHERE failing.exchange = o.exchange AND failing.destination = o.destination)
+        AND NOT EXISTS (SELECT FROM oncegate_outbox AS parked WHERE parked.error IS NOT NULL AND parked.exchange = o.exchange
+            AND parked.destination = o.destination AND parked.key = o.key AND parked.number < o.number)
+    ORDER BY number LIMIT $4
+)
+SELECT number, id, exchange, destination, key, headers, body
+FROM (SELECT number, sum(size) OVER (ORDER BY number) - size AS bytes_before FROM unsent) AS sized
+    JOIN oncegate_outbox USING (number)
+WHERE bytes_before < $5 ORDER BY number";
+
+/// The level, and whether this session has the lock of [`LEAD`].
+const LEVEL: &str = "
+SELECT (SELECT count(*) FROM (SELECT FROM oncegate_outbox WHERE error IS NULL LIMIT 100000) AS unsent),
+    (SELECT count(*) FROM oncegate_outbox WHERE error IS NOT NULL),
+    (SELECT extract(epoch FROM clock_timestamp() - created)::float8 FROM oncegate_outbox WHERE error IS NULL
+        ORDER BY number LIMIT 1),
+    EXISTS (SELECT FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory' AND classid = 1702060386
+        AND objid = to_regclass('oncegate_outbox')::oid AND granted)";
+
+/// The messages that a transaction has sent, which its commit stores.
+#[derive(Debug, Default)]
+pub(crate) struct SentMessages {
+    messages: Vec<OutboxMessage>,
+    bytes: usize,
+}
+
+impl SentMessages {
+    /// Adds a message. Its id is the key of the handled message, with `/` after the scope, and the
+    /// number of the message.
+    pub(crate) fn add(&mut self, key: &str, message: Outgoing) -> Result<(), OutgoingError> {
+        let number = self.messages.len() + 1;
+        let message = message.with_id(format!("{}/{number}", key.replace('|', "/")))?;
+        let bytes = self.bytes + message.size();
+        if number > MAX_SENT || bytes > MAX_SENT_BYTES {
+            return Err(OutgoingError::new(format!(
+                "the handler has sent more than {MAX_SENT} messages or {MAX_SENT_BYTES} bytes: send fewer for one message"
+            )));
+        }
+        self.bytes = bytes;
+        self.messages.push(message);
+        Ok(())
+    }
+
+    /// Inserts the messages into this table, unless the current transaction has another id. Does
+    /// nothing without messages.
+    pub(crate) async fn insert(
+        &self,
+        connection: &mut PgConnection,
+        table: &str,
+        transaction: &str,
+    ) -> Result<(), sqlx::Error> {
+        if self.messages.is_empty() {
+            return Ok(());
+        }
+        fn column<'a, T>(
+            messages: &'a [OutboxMessage],
+            value: impl Fn(&'a OutboxMessage) -> T,
+        ) -> Vec<T> {
+            messages.iter().map(value).collect()
+        }
+        let messages = &self.messages;
+        let headers = |message: &OutboxMessage| serde_json::to_string(&message.headers);
+        let headers: Result<Vec<String>, _> = messages.iter().map(headers).collect();
+        let headers = headers.map_err(|error| sqlx::Error::Encode(error.into()))?;
+        query(insert_statement(table))
+            .bind(transaction)
+            .bind(column(messages, |message| message.id.as_str()))
+            .bind(column(messages, |message| message.exchange.as_str()))
+            .bind(column(messages, |message| message.destination.as_str()))
+            .bind(column(messages, |message| message.key.as_deref()))
+            .bind(headers)
+            .bind(column(messages, |message| &message.body[..]))
+            .execute(connection)
+            .await?;
+        Ok(())
+    }
+}
+
+/// The outbox in the table `oncegate_outbox` of a PostgreSQL database, version 14 or newer: what a
+/// [`Relay`](oncegate_core::Relay) reads. Handlers write to it with
+/// [`PostgresTransaction::send`](crate::PostgresTransaction::send).
+///
+/// The relay that publishes has a connection of its own, with a session advisory lock. A connection
+/// pooler must be in session mode.
+pub struct PostgresOutbox {
+    store: Postgres,
+    /// The connection of a relay that waits to become the leader.
+    waiting: Lock<Option<PgConnection>>,
+}
+
+impl PostgresOutbox {
+    /// The outbox in the database of this pool, over a connection that does not count as the
+    /// pool's.
+    pub fn new(pool: &PgPool) -> Self {
+        Self {
+            store: Postgres::pool(pool),
+            waiting: Lock::default(),
+        }
+    }
+
+    /// Creates the tables at the start: [`Postgres::create_tables`].
+    #[must_use]
+    pub fn create_tables(mut self) -> Self {
+        self.store = self.store.create_tables();
+        self
+    }
+
+    fn failure(&self, error: sqlx::Error) -> StoreFailure {
+        let server = self.store.connections().server();
+        failure::of(error, StatementStage::Connecting, &server)
+    }
+
+    async fn connect(&self) -> Result<PgConnection, StoreFailure> {
+        let options = match self.store.connections().options() {
+            Ok(options) => options.clone().application_name("oncegate relay"),
+            Err(problem) => return Err(StoreFailure::Misconfigured(problem.clone())),
+        };
+        let connect = async {
+            let mut connection = PgConnection::connect_with(&options).await?;
+            connection.execute(SESSION).await?;
+            Ok(connection)
+        };
+        connect.await.map_err(|error| self.failure(error))
+    }
+
+    async fn try_lock(&self) -> Result<Option<PostgresOutboxSession>, StoreFailure> {
+        let waiting = self.waiting.lock().take();
+        let mut connection = match waiting {
+            Some(connection) => connection,
+            None => self.connect().await?,
+        };
+        let locked = query(LEAD).fetch_one(&mut connection).await;
+        let locked = locked.and_then(|row| row.try_get::<Option<bool>, _>(0));
+        match locked.map_err(|error| self.failure(error))? {
+            Some(true) => Ok(Some(PostgresOutboxSession {
+                connection: Mutex::new(connection),
+                server: self.store.connections().server(),
+            })),
+            Some(false) => {
+                *self.waiting.lock() = Some(connection);
+                Ok(None)
+            }
+            None => Err(StoreFailure::misconfigured(
+                "the table oncegate_outbox does not exist: create it with PostgresOutbox::create_tables or Postgres::migrate",
+            )),
+        }
+    }
+}
+
+impl Outbox for PostgresOutbox {
+    type Session = PostgresOutboxSession;
+
+    fn described(&self) -> String {
+        format!("PostgreSQL at {}", self.store.connections().server())
+    }
+
+    async fn preflight(&self) -> Result<(), StoreError> {
+        let state = self.store.prepare_tables().await?;
+        let connections = self.store.connections();
+        let user = connections.options().as_ref();
+        let user = user.map_or("", |options| options.get_username());
+        Ok(state.check_relay_rights(&connections.server(), user)?)
+    }
+
+    async fn try_lead(&self) -> Result<Option<PostgresOutboxSession>, StoreError> {
+        let locked = tokio::time::timeout(TIMEOUT, self.try_lock()).await;
+        let locked = locked.unwrap_or_else(|_| {
+            Err(StoreFailure::not_applied(
+                self.store.connections().no_answer(TIMEOUT),
+            ))
+        });
+        Ok(locked?)
+    }
+}
+
+impl fmt::Debug for PostgresOutbox {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresOutbox")
+            .field("store", &self.store)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The session of the relay that publishes. The advisory lock is that of its connection, over which
+/// all its statements go: once the lock is lost, they fail.
+pub struct PostgresOutboxSession {
+    connection: Mutex<PgConnection>,
+    server: String,
+}
+
+impl PostgresOutboxSession {
+    fn failure(&self, error: sqlx::Error) -> StoreFailure {
+        failure::of(error, StatementStage::Executing, &self.server)
+    }
+
+    async fn execute<'q>(
+        &self,
+        statement: sqlx::query::Query<'q, sqlx::Postgres, sqlx::postgres::PgArguments>,
+    ) -> Result<(), StoreError> {
+        let mut connection = self.connection.lock().await;
+        let executed = statement.execute(&mut *connection).await;
+        Ok(executed.map(drop).map_err(|error| self.failure(error))?)
+    }
+}
+
+impl OutboxSession for PostgresOutboxSession {
+    async fn read(&self, unsent: &UnsentQuery) -> Result<Vec<OutboxRow>, StoreError> {
+        let (exchanges, destinations): (Vec<&str>, Vec<&str>) = unsent
+            .except_destinations
+            .iter()
+            .map(|(exchange, destination)| (exchange.as_str(), destination.as_str()))
+            .unzip();
+        let mut connection = self.connection.lock().await;
+        let rows = query(READ)
+            .bind(&unsent.except)
+            .bind(exchanges)
+            .bind(destinations)
+            .bind(i64::try_from(unsent.max_rows).unwrap_or(i64::MAX))
+            .bind(i64::try_from(unsent.max_bytes).unwrap_or(i64::MAX))
+            .fetch_all(&mut *connection)
+            .await
+            .map_err(|error| self.failure(error))?;
+        drop(connection);
+        let mut messages = Vec::with_capacity(rows.len());
+        for row in &rows {
+            let number = row.try_get(0).map_err(|error| self.failure(error))?;
+            match decode(row) {
+                Ok(message) => messages.push(OutboxRow { number, message }),
+                Err(error) => {
+                    tracing::error!(number, %error, "unreadable row of the table oncegate_outbox; it is parked; correct or delete it");
+                    self.park(number, &format!("unreadable row: {error}"))
+                        .await?;
+                }
+            }
+        }
+        Ok(messages)
+    }
+
+    async fn remove(&self, numbers: &[i64]) -> Result<(), StoreError> {
+        let delete = query("DELETE FROM oncegate_outbox WHERE number = ANY ($1)");
+        self.execute(delete.bind(numbers)).await
+    }
+
+    async fn park(&self, number: i64, error: &str) -> Result<(), StoreError> {
+        let update = query("UPDATE oncegate_outbox SET error = $2 WHERE number = $1");
+        let error = error.replace('\0', "\u{fffd}"); // PostgreSQL stores no NUL
+        self.execute(update.bind(number).bind(error)).await
+    }
+
+    async fn level(&self) -> Result<OutboxLevel, StoreError> {
+        let mut connection = self.connection.lock().await;
+        let row = query(LEVEL).fetch_one(&mut *connection).await;
+        let level = row.and_then(|row| {
+            let count = |index| row.try_get::<i64, _>(index).map(i64::unsigned_abs);
+            let age: Option<f64> = row.try_get(2)?;
+            let level = OutboxLevel {
+                unsent: count(0)?,
+                parked: count(1)?,
+                oldest_age: Duration::try_from_secs_f64(age.unwrap_or(0.0)).unwrap_or_default(),
+            };
+            Ok((level, row.try_get(3)?))
+        });
+        match level.map_err(|error| self.failure(error))? {
+            (level, true) => Ok(level),
+            (_, false) => Err(StoreError::NotApplied(
+                "this session has lost its advisory lock; a connection pooler must be in session mode".into(),
+            )),
+        }
+    }
+
+    async fn close(self) {
+        let _ = self.connection.into_inner().close().await; // the server ends the session in any case
+    }
+}
+
+impl fmt::Debug for PostgresOutboxSession {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresOutboxSession")
+            .field("server", &self.server)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The message of a row of [`READ`].
+fn decode(row: &PgRow) -> Result<OutboxMessage, sqlx::Error> {
+    let (id, destination): (String, String) = (row.try_get(1)?, row.try_get(3)?);
+    let mut message = OutboxMessage::new(id, destination, row.try_get::<Vec<u8>, _>(6)?);
+    message.exchange = row.try_get(2)?;
+    message.key = row.try_get::<Option<Vec<u8>>, _>(4)?.map(Into::into);
+    message.headers =
+        serde_json::from_str(row.try_get(5)?).map_err(|error| sqlx::Error::Decode(error.into()))?;
+    Ok(message)
+}
