@@ -12,7 +12,7 @@ use oncegate_core::outbox::{Outgoing, OutgoingError};
 use oncegate_core::store::BoxError;
 use oncegate_core::{Guarantee, Inbox, Persistence, Store, StoreError};
 use sqlx::postgres::PgConnection;
-use sqlx::{AssertSqlSafe, Executor, PgPool, Row, Transaction, query};
+use sqlx::{Executor, PgPool, Row, Transaction, query};
 
 use crate::apply::{time_to_live_ms, unreadable};
 use crate::dropped_begin;
@@ -50,21 +50,11 @@ RETURNING pg_current_xact_id()::text, m.tableoid::int8, set_config('lock_timeout
 /// Returns the id of the current transaction, or an error if a statement of it has failed.
 const CURRENT: &str = "SELECT pg_current_xact_id_if_assigned()::text";
 
-/// A configuration parameter that does not exist. [`commit_statements`] reads it if the current
-/// transaction is not that of the message, so that PostgreSQL returns an error with this name.
-const ENDED_BY_HANDLER: &str = "oncegate.transaction_ended_by_handler";
-
-/// Commits the transaction with this id, in one request: PostgreSQL executes no statement after one
-/// that failed. Sets `synchronous_commit` to `on` if it is `off`, so that the commit survives a
-/// crash of the server. `AND CHAIN` begins an empty transaction, because sqlx sends a ROLLBACK when
-/// it returns the connection to the pool.
-fn commit_statements(id: &str) -> AssertSqlSafe<String> {
-    AssertSqlSafe(format!(
-        "SELECT set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), true),
-            CASE WHEN pg_current_xact_id_if_assigned()::text = '{id}' THEN '' ELSE current_setting('{ENDED_BY_HANDLER}') END;
-        COMMIT AND CHAIN"
-    ))
-}
+/// [`CURRENT`] before a commit. Sets `synchronous_commit` to `on` if it is `off`, so that the commit
+/// survives a crash of the server.
+const BEFORE_COMMIT: &str = "
+SELECT pg_current_xact_id_if_assigned()::text,
+    set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), true)";
 
 /// Whether a transaction committed the record of a key, and the status of the transaction.
 const OUTCOME: &str = "
@@ -251,7 +241,8 @@ impl PostgresTransaction {
     ///
     /// Its id is that of the handled message, after the consumer's scope if it has one, and the
     /// number of the message in this run: `order-7/1`, `ledger/order-7/2`. So the next consumer
-    /// recognizes copies, and no two consumers of one message send the same id.
+    /// recognizes copies, and no two consumers of one message send the same id. In a batch, all
+    /// messages have the id of one of the handled ones.
     ///
     /// # Errors
     /// [`OutgoingError`]: the message can never be published, or the run has sent more than 10,000
@@ -381,6 +372,7 @@ impl Inbox for PostgresInbox {
                 inner: transaction,
                 id,
                 key,
+                sent: SentMessages::default(),
             }),
         })
     }
@@ -392,26 +384,28 @@ impl Inbox for PostgresInbox {
             self.roll_back_and_check(transaction).await?;
             return Err(CommitError::RolledBack(error.into()));
         }
-        let commit = commit_statements(&transaction.id);
-        let Err(error) = transaction.inner.execute(commit).await else {
+        match transaction.state(BEFORE_COMMIT).await {
+            TransactionState::Current => {}
+            TransactionState::Other => return Err(transaction.ended_by_handler().await),
+            // A COMMIT would return no error: PostgreSQL rolls back a transaction in which a
+            // statement failed, and reports success.
+            TransactionState::Failed => {
+                self.roll_back_and_check(transaction).await?;
+                return Err(CommitError::RolledBack(
+                    "a statement of the handler failed, and the handler returned Ok: return its error, or use a savepoint".into(),
+                ));
+            }
+            TransactionState::Lost(error) => return Err(CommitError::RolledBack(error.into())),
+        }
+        let PostgresTransaction { inner, id, key, .. } = transaction;
+        let Err(error) = inner.commit().await else {
             return Ok(());
         };
-        // A COMMIT alone would return no error: PostgreSQL rolls back a transaction in which a
-        // statement failed, and reports success.
-        if is_aborted(&error) {
-            self.roll_back_and_check(transaction).await?;
-            return Err(CommitError::RolledBack(
-                "a statement of the handler failed, and the handler returned Ok: return its error, or use a savepoint".into(),
-            ));
-        }
-        if error.to_string().contains(ENDED_BY_HANDLER) {
-            return Err(transaction.ended_by_handler().await);
-        }
         if failure::was_rolled_back(&error) {
             return Err(CommitError::RolledBack(error.into()));
         }
         // The connection is lost, before or after the server executed the COMMIT.
-        match self.outcome(&transaction.key, &transaction.id).await {
+        match self.outcome(&key, &id).await {
             TransactionOutcome::Committed => Ok(()),
             TransactionOutcome::RolledBack => Err(CommitError::RolledBack(error.into())),
             TransactionOutcome::Unknown => Err(CommitError::Unknown(error.into())),
@@ -419,9 +413,9 @@ impl Inbox for PostgresInbox {
     }
 
     async fn rollback(&self, mut transaction: PostgresTransaction) -> Result<(), CommitError> {
-        match transaction.state().await {
+        match transaction.state(CURRENT).await {
             TransactionState::Other => Err(transaction.ended_by_handler().await),
-            TransactionState::Lost => Ok(()), // the server rolls back
+            TransactionState::Lost(_) => Ok(()), // the server rolls back
             TransactionState::Current | TransactionState::Failed => {
                 self.roll_back_and_check(transaction).await
             }
@@ -437,21 +431,21 @@ enum TransactionState {
     Failed,
     /// Another transaction than that of the message, or none.
     Other,
-    /// The connection is lost.
-    Lost,
+    /// The connection is lost, so the server rolls back.
+    Lost(sqlx::Error),
 }
 
 impl PostgresTransaction {
-    /// Asks the server which transaction the connection is in.
-    async fn state(&mut self) -> TransactionState {
-        let current = query(CURRENT).fetch_one(&mut *self.inner).await;
+    /// Asks the server which transaction the connection is in, by [`CURRENT`] or [`BEFORE_COMMIT`].
+    async fn state(&mut self, statement: &'static str) -> TransactionState {
+        let current = query(statement).fetch_one(&mut *self.inner).await;
         match current.and_then(|row| row.try_get::<Option<String>, _>(0)) {
             Ok(current) if current.as_ref() == Some(&self.id) => TransactionState::Current,
             // Also if an earlier statement and then a `begin` of the handler failed: sqlx has
             // rolled back the whole transaction.
             Ok(_) => TransactionState::Other,
             Err(error) if is_aborted(&error) => TransactionState::Failed,
-            Err(_) => TransactionState::Lost,
+            Err(error) => TransactionState::Lost(error),
         }
     }
 
@@ -509,20 +503,22 @@ impl PostgresInbox {
         outcome.unwrap_or(TransactionOutcome::Unknown)
     }
 
-    /// Sends ROLLBACK, and checks that the record was not committed: the handler may have committed
+    /// Rolls back, and checks that the record was not committed: the handler may have committed
     /// the transaction and begun another one, in which a statement failed.
     async fn roll_back_and_check(
         &self,
         mut transaction: PostgresTransaction,
     ) -> Result<(), CommitError> {
-        if transaction.inner.execute("ROLLBACK").await.is_err() {
+        // The empty transaction that follows is that of the check, and the one that sqlx ends.
+        let rolled_back = transaction.inner.execute("ROLLBACK AND CHAIN").await;
+        if rolled_back.is_err() {
             return Ok(()); // the connection is lost: the server rolls back
         }
         let outcome = outcome(&mut transaction.inner, &transaction.key, &transaction.id).await;
         if let Ok(TransactionOutcome::Committed) = outcome {
             return Err(transaction.ended_by_handler().await);
         }
-        let _ = transaction.inner.rollback().await; // resets sqlx; nothing is open
+        let _ = transaction.inner.rollback().await;
         Ok(())
     }
 }
