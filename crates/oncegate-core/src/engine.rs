@@ -124,7 +124,7 @@ impl Engine {
             batcher: StoreBatcher::new(store, properties),
             executor: Executor::new(runner, &settings),
             timers: Timers::new(settings.jitter_seed),
-            reporter: Reporter::new(settings.status.clone()),
+            reporter: Reporter::new(settings.status.clone(), settings.inbox),
             drain: Drain::new(settings.drain_timeout),
             id,
             policy: settings.policy(),

@@ -70,11 +70,15 @@ pub trait Handler: Send + Sync + 'static {
     /// including `cx.attempt()` can have one later*. A handler that cannot prevent a late effect
     /// returns [`Reconciled::Unknown`].
     ///
+    /// It is called for each delivery of the message, so copies may call it at the same time, and
+    /// while another delivery runs the handler with a higher attempt. Only the result of the delivery
+    /// that holds the id counts.
+    ///
     /// Without this method, a message whose outcome is unknown goes to the in-doubt queue at once.
     ///
     /// # Errors
     /// Any failure counts as [`Reconciled::Unknown`]: `reconcile` is called up to `max_reconciles`
-    /// times, then the message goes to the in-doubt queue.
+    /// times for a delivery, then the message goes to the in-doubt queue.
     fn reconcile(
         &self, // in the impl: `async fn reconcile(&self, …)`, without `#[async_trait]`
         payload: Self::Payload,

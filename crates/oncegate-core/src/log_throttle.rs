@@ -63,9 +63,15 @@ impl LogThrottle {
     /// in the last period of a burst are not reported otherwise.
     pub fn take_suppressed(&mut self, now: Instant) -> u64 {
         match self.report_at() {
-            Some(at) if at <= now => std::mem::take(&mut self.suppressed),
+            Some(at) if at <= now => self.take_all_suppressed(),
             _ => 0,
         }
+    }
+
+    /// The number of lines that were suppressed since the last written line, also within the
+    /// period. Call it when their cause has ended, so that no line about it follows.
+    pub fn take_all_suppressed(&mut self) -> u64 {
+        std::mem::take(&mut self.suppressed)
     }
 }
 

@@ -64,7 +64,7 @@ fn rows() -> Vec<Row<Message>> {
         Row::new(
             "an id that is null",
             0,
-            &["missing-id"],
+            &["unusable-id"],
             vec![with_headers(vec![("id", None)])],
         ),
         Row::new("an id of blanks", 1, &[], ids([b"   "])),

@@ -157,18 +157,13 @@ fn read_headers(table: &FieldTable) -> Headers {
             AMQPValue::LongString(value) => builder.push(name, Some(value.as_bytes())),
             AMQPValue::ByteArray(value) => builder.push(name, Some(value.as_slice())),
             AMQPValue::ShortString(value) => builder.push(name, Some(value.as_str().as_bytes())),
-            AMQPValue::Void => builder.push(name, None),
-            value => {
-                if let Some(text) = scalar_text(value) {
-                    builder.push(name, Some(text.as_bytes()));
-                }
-            }
+            value => builder.push(name, scalar_text(value).as_deref().map(str::as_bytes)),
         }
     }
     builder.finish()
 }
 
-/// A number or a boolean as text; `None` for tables and arrays, such as `x-death`.
+/// A number or a boolean as text; `None` for null, decimals, tables and arrays, such as `x-death`.
 fn scalar_text(value: &AMQPValue) -> Option<String> {
     Some(match value {
         AMQPValue::Boolean(value) => value.to_string(),

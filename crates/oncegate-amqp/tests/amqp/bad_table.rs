@@ -106,10 +106,21 @@ fn rows() -> Vec<Row<TestMessage>> {
         Row::new(
             "an id that is null",
             0,
-            &["missing-id"],
+            &["unusable-id"],
             ids([AMQPValue::Void]),
         ),
-        Row::new("an id that is a table", 0, &["missing-id"], ids([nested()])),
+        Row::new(
+            "an id that is a table",
+            0,
+            &["unusable-id"],
+            ids([nested()]),
+        ),
+        Row::new(
+            "an id that is a number with a fraction",
+            1,
+            &[],
+            ids([AMQPValue::Double(1.5)]),
+        ),
         Row::new(
             "the same message twice, neither marked as redelivered",
             1,

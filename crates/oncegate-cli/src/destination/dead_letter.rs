@@ -174,8 +174,8 @@ impl DeadLetter {
             "in-doubt-timed-out" => "its handler timed out",
             "in-doubt-unreadable-marker" => "the value of its key in the store is not a marker",
             "in-doubt-interrupted" => {
-                "the process that handled it crashed, lost its lease, or ended before its outcome was found out; that process's log may have \
-                 the error of its handler"
+                "another delivery of it ended before its outcome was found out, or its process crashed or lost its lease; the log of that process may \
+                 have the error of its handler"
             }
             "in-doubt-too-old" => "it is older than max_age, so it may have been handled before",
             _ => "the reason is unknown",

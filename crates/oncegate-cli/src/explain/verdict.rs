@@ -418,10 +418,11 @@ fn may_have_unrecorded_effect(evidence: &Evidence, message: &DeadLetter) -> bool
     match message.reason() {
         // A first attempt that the handler refused had no effect, and leaves no marker.
         "refused" => !is_first,
-        // A first attempt that failed leaves no marker if it had no effect; otherwise its marker
-        // may have expired.
+        // An attempt that failed leaves no marker if it had no effect, and the next one has the
+        // number 1 again; otherwise the marker may have expired.
         "attempts-spent" => {
-            !is_first || redrive_policy::marker_may_have_expired(message, evidence.window)
+            !is_first && !restarted_at_one(evidence, message)
+                || redrive_policy::marker_may_have_expired(message, evidence.window)
         }
         // Such a message does not record how often the handler ran.
         "dead-lettered-by-broker" => {
@@ -445,12 +446,12 @@ fn dead_lettered(
     let (verdict, outcome) = if may_have_effect(evidence, message) {
         (
             HandlingVerdict::EffectUnknown,
-            if restarted_at_one(evidence, message) {
-                "No attempt is recorded as handled. Each was numbered 1, so those before the last one failed without an effect, unless the \
-                 store lost a marker or was unavailable"
-            } else {
-                "No attempt is recorded as handled, and one may have had its effect"
-            },
+            "No attempt is recorded as handled, and one may have had its effect",
+        )
+    } else if message.reason() == "attempts-spent" && restarted_at_one(evidence, message) {
+        (
+            HandlingVerdict::DeadLettered,
+            "It was not handled: each attempt was numbered 1, so all failed without an effect, unless the store lost a marker",
         )
     } else {
         (HandlingVerdict::DeadLettered, "It was not handled")
@@ -760,10 +761,9 @@ mod tests {
         }
     }
 
-    /// A failure without an effect deletes the marker, so each retry is attempt 1. A lost marker has
-    /// the same result, so the verdict does not exclude an effect.
+    /// A failure without an effect deletes the marker, so each retry is attempt 1.
     #[test]
-    fn attempts_that_restarted_at_one_probably_had_no_effect() {
+    fn attempts_that_restarted_at_one_had_no_effect_unless_a_marker_was_lost() {
         let headers = [
             (headers::REASON, "attempts-spent"),
             (headers::ATTEMPTS, "20"),
@@ -771,8 +771,8 @@ mod tests {
         ];
         let mut evidence = evidence(MarkerState::Absent, Destination::DeadLetters, &headers);
         let (verdict, text) = of(&evidence);
-        assert_eq!(verdict, HandlingVerdict::EffectUnknown);
-        assert!(text.contains("failed without an effect, unless"), "{text}");
+        assert_eq!(verdict, HandlingVerdict::DeadLettered);
+        assert!(text.contains("unless the store lost a marker"), "{text}");
         for change in [
             |evidence: &mut Evidence| evidence.passes_through = true,
             |evidence: &mut Evidence| evidence.is_shadow = true,

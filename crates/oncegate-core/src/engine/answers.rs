@@ -216,7 +216,7 @@ impl Engine {
         if summary.any_answered {
             self.reporter.store_health(|health| health.answered(now));
             if let Some(unavailable_for) = self.batcher.breaker.answered(now) {
-                tracing::info!(?unavailable_for, "store available again");
+                self.reporter.logs.available_again(unavailable_for);
             }
         } else if summary.any_delivery {
             self.reporter

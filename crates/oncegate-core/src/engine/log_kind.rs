@@ -111,7 +111,7 @@ impl LogKind {
                 suppressed_lines,
                 "more messages in doubt than logged: see them with `oncegate in-doubt list`"
             ),
-            Self::TakenOver | Self::HeldElsewhere => {
+            Self::Reconciled | Self::TakenOver | Self::HeldElsewhere => {
                 tracing::info!(suppressed_lines, lines, "more events than logged")
             }
             _ => tracing::warn!(

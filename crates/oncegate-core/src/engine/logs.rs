@@ -11,31 +11,43 @@ use crate::log_throttle::LogThrottle;
 use crate::marker::{Attempts, Effect, Finding, Guarantee};
 use crate::message::{Message, Origin};
 use crate::run::RunResult;
+use crate::settings::InboxUse;
 use crate::source::Settled;
 use crate::store::StoreError;
 
-/// The throttles of the log lines, by [`LogKind`].
-pub(super) struct Logs([LogThrottle; LogKind::ALL.len()]);
+/// The log lines.
+pub(super) struct Logs {
+    /// The throttles, by [`LogKind`].
+    throttles: [LogThrottle; LogKind::ALL.len()],
+    /// Whether the handler runs in transactions of an inbox.
+    in_transactions: bool,
+}
 
 impl Logs {
-    pub(super) fn new() -> Self {
-        Self(LogKind::ALL.map(LogKind::throttle))
+    pub(super) fn new(inbox: InboxUse) -> Self {
+        Self {
+            throttles: LogKind::ALL.map(LogKind::throttle),
+            in_transactions: inbox != InboxUse::None,
+        }
     }
 
     /// If a line of this kind may be written, returns how many were suppressed since the last one.
     fn due(&mut self, kind: LogKind) -> Option<u64> {
-        self.0[kind as usize].due(now())
+        self.throttles[kind as usize].due(now())
     }
 
     /// When [`log_suppressed`](Self::log_suppressed) has something to log.
     pub(super) fn report_at(&self) -> Option<Instant> {
-        self.0.iter().filter_map(LogThrottle::report_at).min()
+        self.throttles
+            .iter()
+            .filter_map(LogThrottle::report_at)
+            .min()
     }
 
     /// Logs how many lines of each kind were suppressed, if no other line of that kind followed.
     pub(super) fn log_suppressed(&mut self, now: Instant) {
         for kind in LogKind::ALL {
-            let suppressed_lines = self.0[kind as usize].take_suppressed(now);
+            let suppressed_lines = self.throttles[kind as usize].take_suppressed(now);
             if suppressed_lines > 0 {
                 kind.log_suppressed(suppressed_lines);
             }
@@ -122,6 +134,15 @@ impl Logs {
                     "handler failed without an effect, the message is retried up to max_attempts"
                 );
             }
+            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) if self.in_transactions => {
+                tracing::error!(id, attempt, error, %origin, suppressed_lines, "handler panicked, its transaction is rolled back");
+            }
+            Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)) if self.in_transactions => {
+                warn!("handler timed out, its transaction is rolled back");
+            }
+            Event::Returned(Outcome::Unknown(_)) if self.in_transactions => {
+                warn!("handler failed, its transaction is rolled back");
+            }
             Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => {
                 tracing::error!(id, attempt, error, %origin, suppressed_lines, "handler panicked, its outcome is unknown");
             }
@@ -181,6 +202,12 @@ impl Logs {
         if let Some(suppressed_lines) = self.due(LogKind::Unavailable) {
             tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
         }
+    }
+
+    /// Logs that the store answers again.
+    pub(super) fn available_again(&mut self, unavailable_for: Duration) {
+        let suppressed_lines = self.throttles[LogKind::Unavailable as usize].take_all_suppressed();
+        tracing::info!(?unavailable_for, suppressed_lines, "store available again");
     }
 
     /// Logs that the completion of a message that was handled without the store will not be
@@ -349,10 +376,10 @@ mod tests {
             .with_writer(|| LOG.make_writer())
             .finish();
         let _guard = tracing::subscriber::set_default(subscriber);
-        let (mut logs, start) = (Logs::new(), Instant::now());
+        let (mut logs, start) = (Logs::new(InboxUse::None), Instant::now());
         assert_eq!(logs.report_at(), None);
         for kind in LogKind::ALL {
-            while logs.0[kind as usize].due(start).is_some() {}
+            while logs.throttles[kind as usize].due(start).is_some() {}
         }
         let first = logs.report_at().expect("a time");
         assert_eq!(first, start + Duration::from_secs(1));

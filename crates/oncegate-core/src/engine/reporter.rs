@@ -15,6 +15,7 @@ use crate::marker::Guarantee;
 use crate::message::Message;
 use crate::outcome::Outcomes;
 use crate::run::RunResult;
+use crate::settings::InboxUse;
 use crate::source::Settled;
 use crate::spans;
 use crate::status::{ConsumerStatus, DeliveryState, InFlightDelivery, PUBLISH_INTERVAL};
@@ -31,11 +32,11 @@ pub(super) struct Reporter {
 }
 
 impl Reporter {
-    pub(super) fn new(status: Option<ConsumerStatus>) -> Self {
+    pub(super) fn new(status: Option<ConsumerStatus>, inbox: InboxUse) -> Self {
         Self {
             outcomes: Outcomes::new(),
             metrics: ConsumerMetrics::new(),
-            logs: Logs::new(),
+            logs: Logs::new(inbox),
             status,
             next_status_at: now(),
         }

@@ -252,14 +252,21 @@ fn is_default_routing_key(message: &Message) -> bool {
 /// The value of a header.
 ///
 /// # Errors
-/// [`IdError::Unusable`] if the header occurs with different values, or is `true` or `false`.
+/// [`IdError::Unusable`] if the header is null, occurs with different values, or is `true` or
+/// `false`.
 fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>, IdError> {
     let mut values = message
         .headers
         .iter()
         .filter(|(header, _)| *header == name.as_bytes())
         .map(|(_, value)| value);
-    let first = values.next().flatten();
+    let first = values.next();
+    if first == Some(None) {
+        return Err(IdError::Unusable(format!(
+            "header `{name}` has no text: it is null, or in RabbitMQ a table, an array or a decimal"
+        )));
+    }
+    let first = first.flatten();
     if values.any(|value| value != first) {
         return Err(IdError::Unusable(format!(
             "header `{name}` is ambiguous: it occurs several times with different values"

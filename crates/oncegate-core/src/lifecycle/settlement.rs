@@ -141,7 +141,7 @@ impl Reason {
             Self::InDoubt(DoubtCause::Panicked) => "its handler panicked",
             Self::InDoubt(DoubtCause::TimedOut) => "its handler timed out",
             Self::InDoubt(DoubtCause::Interrupted) => {
-                "the process that handled it crashed, lost its lease, or ended before its outcome was found out; that process's log may have the error of its handler"
+                "another delivery of it ended before its outcome was found out, or its process crashed or lost its lease; the log of that process may have the error of its handler"
             }
             Self::InDoubt(DoubtCause::TooOld) => {
                 "it is older than max_age, so it may have been handled before"
