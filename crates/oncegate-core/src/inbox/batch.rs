@@ -388,7 +388,8 @@ mod tests {
             let recorded: Vec<_> = claims.iter().map(|claim| self.recorded(claim)).collect();
             let of_claims = claims.iter().zip(&recorded);
             let inserted: Vec<_> = of_claims
-                .filter_map(|(claim, recorded)| recorded.is_none().then(|| claim.clone()))
+                .filter(|(_, recorded)| recorded.is_none())
+                .map(|(claim, _)| claim.clone())
                 .collect();
             Ok(BatchTransaction {
                 transaction: (!inserted.is_empty()).then(|| self.open(&inserted)),
