@@ -78,6 +78,7 @@ mod tests {
             synchronous: Default::default(),
             busy_timeout: Default::default(),
             merge: Default::default(),
+            shares_database: false,
         };
         let failure = |code, stage| {
             of(
