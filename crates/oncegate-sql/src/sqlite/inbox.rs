@@ -235,7 +235,10 @@ impl Inbox for SqliteInbox {
             longest_run,
             reply,
         };
-        let submitted = self.writer.0.submit(WriterRequest::Begin(request));
+        let submitted = self
+            .writer
+            .0
+            .submit(WriterRequest::Begin(Box::new(request)));
         submitted.map_err(StoreError::from)?;
         match tokio::time::timeout(LOCK_TIMEOUT, begun).await {
             Ok(Ok(begun)) => Ok(begun.map_err(StoreError::from)?),

@@ -43,10 +43,10 @@ pub(crate) enum TransactionRequest {
 
 /// Whether a connection can begin another transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ConnectionState {
-    Usable,
+pub(crate) enum ConnectionReuse {
+    Allowed,
     /// It must be closed.
-    Failed,
+    Refused,
 }
 
 /// An open transaction that has recorded a message.
@@ -92,7 +92,7 @@ impl<'writer> InboxTransaction<'writer> {
     pub(crate) fn execute(
         mut self,
         reply: oneshot::Sender<Result<BeginResult<SqliteTransaction>, StoreFailure>>,
-    ) -> ConnectionState {
+    ) -> ConnectionReuse {
         let (sender, requests) = channel();
         let caller = SqliteTransaction::new(sender, self.transaction.get_interrupt_handle());
         // If the caller has stopped waiting, `caller` is dropped, and the first receive fails.
@@ -120,7 +120,7 @@ impl<'writer> InboxTransaction<'writer> {
         }
     }
 
-    fn commit(mut self) -> (ConnectionState, Result<(), CommitError>) {
+    fn commit(mut self) -> (ConnectionReuse, Result<(), CommitError>) {
         if let Some(misuse) = self.misuse() {
             return (self.roll_back(), Err(misuse));
         }
@@ -134,7 +134,7 @@ impl<'writer> InboxTransaction<'writer> {
             .and_then(|()| self.transaction.execute_batch("COMMIT"));
         fault::point("sqlite.inbox.commit.after");
         let Err(error) = committed else {
-            return (ConnectionState::Usable, Ok(()));
+            return (ConnectionReuse::Allowed, Ok(()));
         };
         // By a violated constraint or an unfinished statement. After another error, the log may
         // contain the transaction, and whether it is committed is decided by the next transaction.
@@ -149,7 +149,7 @@ impl<'writer> InboxTransaction<'writer> {
             true => CommitError::RolledBack(cause),
             false => CommitError::Unknown(cause),
         };
-        (ConnectionState::Failed, Err(error))
+        (ConnectionReuse::Refused, Err(error))
     }
 
     /// Deletes some expired rows.
@@ -162,12 +162,12 @@ impl<'writer> InboxTransaction<'writer> {
     }
 
     /// Rolls back the transaction, unless SQLite has done so.
-    pub(crate) fn roll_back(mut self) -> ConnectionState {
+    pub(crate) fn roll_back(mut self) -> ConnectionReuse {
         // A handler may have set another one.
         self.transaction.set_drop_behavior(DropBehavior::Rollback);
         match self.transaction.finish() {
-            Ok(()) => ConnectionState::Usable,
-            Err(_) => ConnectionState::Failed,
+            Ok(()) => ConnectionReuse::Allowed,
+            Err(_) => ConnectionReuse::Refused,
         }
     }
 

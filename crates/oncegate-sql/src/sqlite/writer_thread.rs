@@ -16,7 +16,7 @@ use super::browse::{self, MarkerAndTimeLeft, MarkerPage};
 use super::clock::{ClockReading, WallClock};
 use super::failure::{FailureStage, StoreFailure};
 use super::file::{FileConfig, FileIdentity, OpenDatabase};
-use super::inbox_transaction::{BeginRequest, ConnectionState, InboxTransaction};
+use super::inbox_transaction::{BeginRequest, ConnectionReuse, InboxTransaction};
 use super::marker_table::MarkerTable;
 use super::recent::RecentMarkers;
 use super::sweep::ExpirySweep;
@@ -46,7 +46,7 @@ pub(crate) enum WriterRequest {
         oneshot::Sender<Result<ApplyAnswers, StoreFailure>>,
     ),
     /// Begins a transaction of an inbox, and executes it until it has ended.
-    Begin(BeginRequest),
+    Begin(Box<BeginRequest>),
     /// Reads the marker of a key.
     ReadMarker(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
     /// Reads the marker of a key and its expiry.
@@ -152,7 +152,7 @@ impl WriterThread {
                 // Sending fails if the caller has stopped waiting, here and below.
                 WriterRequest::LookUp(claims, reply) => drop(reply.send(self.look_up(&claims))),
                 WriterRequest::Begin(request) => {
-                    if self.execute_transaction(request) == ConnectionState::Failed {
+                    if self.execute_transaction(request) == ConnectionReuse::Refused {
                         self.close_after_failure();
                     }
                 }
@@ -268,19 +268,19 @@ impl WriterThread {
     }
 
     /// Begins a transaction of an inbox, and executes it until it has ended.
-    fn execute_transaction(&mut self, request: BeginRequest) -> ConnectionState {
+    fn execute_transaction(&mut self, request: Box<BeginRequest>) -> ConnectionReuse {
         let BeginRequest {
             claim,
             longest_run,
             reply,
-        } = request;
+        } = *request;
         let begin = |writer| InboxTransaction::begin(writer, &claim, longest_run);
         let (state, begun) = match self.open().and_then(begin) {
             Ok((transaction, Verdict::Granted(_))) => return transaction.execute(reply),
             Ok((transaction, verdict)) => {
                 (transaction.roll_back(), Ok(BeginResult::Recorded(verdict)))
             }
-            Err(failure) => (ConnectionState::Failed, Err(failure)),
+            Err(failure) => (ConnectionReuse::Refused, Err(failure)),
         };
         let _ = reply.send(begun); // fails if the caller has stopped waiting
         state

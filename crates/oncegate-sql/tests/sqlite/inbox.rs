@@ -456,13 +456,13 @@ async fn records_are_looked_up_while_a_transaction_is_open() {
     let raw = ledger(&directory);
     let inbox = SqliteInbox::file(directory.file());
     inbox.preflight().await.expect("created");
-    // The next idle work of each thread finds an expired row.
+    // The threads are idle after a second, find an expired row, and would wait for a second.
     raw.execute_batch(
         "INSERT INTO oncegate_merged_markers (key, expires, state) VALUES ('old', 1, 0)",
     )
     .expect("inserted");
     let open = begun(&inbox, "a").await;
-    tokio::time::sleep(2 * SECOND).await;
+    tokio::time::sleep(5 * SECOND / 4).await;
     let claims = [a_claim("a")];
     let looked_up = tokio::time::timeout(SECOND / 2, inbox.look_up(&claims)).await;
     let verdicts = looked_up.expect("it does not wait").expect("verdicts");
@@ -470,6 +470,21 @@ async fn records_are_looked_up_while_a_transaction_is_open() {
     inbox.commit(open).await.expect("committed");
     let verdicts = inbox.look_up(&claims).await.expect("verdicts");
     assert!(matches!(verdicts[..], [Ok(Verdict::Duplicate)]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn transactions_delete_expired_records() {
+    let directory = Directory::new();
+    let raw = ledger(&directory);
+    let inbox = SqliteInbox::file(directory.file());
+    let commit = async |id| inbox.commit(begun(&inbox, id).await).await;
+    commit("a").await.expect("committed");
+    raw.execute_batch(
+        "INSERT INTO oncegate_merged_markers (key, expires, state) VALUES ('old-1', 1, 0), ('old-2', 1, 0)",
+    )
+    .expect("inserted");
+    commit("b").await.expect("committed");
+    assert_eq!(counts(&raw), (2, 2, 2));
 }
 
 #[tokio::test(flavor = "multi_thread")]
