@@ -95,6 +95,14 @@ impl FileConfig {
         self.path.display().to_string()
     }
 
+    /// The function with which the path is set, for error texts.
+    pub(crate) fn setting(&self) -> &'static str {
+        match self.shares_database {
+            true => "SqliteInbox::file",
+            false => "Sqlite::file",
+        }
+    }
+
     /// A function that converts errors of SQLite at this stage.
     pub(crate) fn failure(&self, stage: FailureStage) -> impl Fn(rusqlite::Error) -> StoreFailure {
         move |error| failure::of(error, stage, self)
@@ -159,7 +167,8 @@ impl OpenDatabase {
         let mode = enable_wal(&connection, config).map_err(&to_failure)?;
         if mode != "wal" {
             return Err(StoreFailure::misconfigured(format!(
-                "Sqlite::file: {} does not support a write-ahead log (journal mode {mode}): use a file on a local disk",
+                "{}: {} does not support a write-ahead log (journal mode {mode}): use a file on a local disk",
+                config.setting(),
                 config.name()
             )));
         }
@@ -285,8 +294,9 @@ fn companions(path: &Path) -> Option<[(PathBuf, FileIdentity); 2]> {
 
 fn replaced(config: &FileConfig) -> StoreFailure {
     StoreFailure::misconfigured(format!(
-        "Sqlite::file: {} or its write-ahead log (-wal, -shm) was removed or replaced while in use, and markers may be lost: restore it, or \
+        "{}: {} or its write-ahead log (-wal, -shm) was removed or replaced while in use, and markers may be lost: restore it, or \
          restart to use the file that is there now",
+        config.setting(),
         config.name()
     ))
 }
@@ -302,7 +312,7 @@ fn readonly_error() -> rusqlite::Error {
 /// Rejects paths for which SQLite returns a less clear error, or opens a temporary database: an
 /// empty path and `:memory:`.
 fn check_path(config: &FileConfig) -> Result<(), StoreFailure> {
-    let (path, file) = (&config.path, config.name());
+    let (path, file, setting) = (&config.path, config.name(), config.setting());
     let directory = match path.parent() {
         Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
         Some(parent) => parent,
@@ -310,18 +320,18 @@ fn check_path(config: &FileConfig) -> Result<(), StoreFailure> {
     };
     if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
         return Err(StoreFailure::misconfigured(format!(
-            "Sqlite::file: `{file}` is not a file: set the path of one, or use MemoryStore"
+            "{setting}: `{file}` is not a file: set the path of one, or use MemoryStore"
         )));
     }
     if path.is_dir() {
         return Err(StoreFailure::misconfigured(format!(
-            "Sqlite::file: {file} is a directory: set the path of a file in it"
+            "{setting}: {file} is a directory: set the path of a file in it"
         )));
     }
     if !directory.is_dir() {
         let directory = directory.display();
         return Err(StoreFailure::misconfigured(format!(
-            "Sqlite::file: the directory {directory} does not exist: create it, or use another path"
+            "{setting}: the directory {directory} does not exist: create it, or use another path"
         )));
     }
     Ok(())
@@ -393,7 +403,8 @@ impl DatabaseHeader {
             } => Ok(Ownership::Unclaimed),
             _ if config.shares_database => Ok(Ownership::Unclaimed),
             _ => Err(StoreFailure::misconfigured(format!(
-                "Sqlite::file: {} belongs to another program: use a separate file for oncegate; the file is unchanged",
+                "{}: {} belongs to another program: use a separate file for oncegate; the file is unchanged",
+                config.setting(),
                 config.name()
             ))),
         }
@@ -413,7 +424,8 @@ fn other_version(version: i32, config: &FileConfig) -> StoreFailure {
         ("a newer", "upgrade oncegate here")
     };
     StoreFailure::misconfigured(format!(
-        "Sqlite::file: {} was written by {age} release (version {version}, this release supports {VERSION}): {remedy}; the file is unchanged",
+        "{}: {} was written by {age} release (version {version}, this release supports {VERSION}): {remedy}; the file is unchanged",
+        config.setting(),
         config.name()
     ))
 }

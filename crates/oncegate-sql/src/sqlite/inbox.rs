@@ -137,8 +137,9 @@ impl SqliteTransaction {
     /// [`savepoint`](rusqlite::Transaction::savepoint).
     ///
     /// `BEGIN`, `COMMIT`, `ROLLBACK` and `ATTACH` are refused, and the message is dead-lettered. Do
-    /// not set pragmas other than `defer_foreign_keys`: they outlast the transaction. Do not write
-    /// to the database on another connection, which would wait for this transaction.
+    /// not set pragmas other than `defer_foreign_keys`, nor create temporary tables: they outlast the
+    /// transaction. Do not write to the database on another connection, which would wait for this
+    /// transaction.
     ///
     /// A closure continues if this future is dropped. If the transaction is dropped, as at the
     /// handler timeout, the current statement is interrupted.

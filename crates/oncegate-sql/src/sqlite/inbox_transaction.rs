@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use oncegate_core::StoreError;
 use oncegate_core::inbox::{BeginResult, CommitError};
-use oncegate_core::internal::fault;
 use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::store::BoxError;
 use rusqlite::{DropBehavior, ErrorCode, Transaction};
@@ -128,11 +127,9 @@ impl<'writer> InboxTransaction<'writer> {
             let text = "a statement of the handler failed, SQLite rolled back the transaction, and the handler returned Ok: return the error";
             return (self.roll_back(), Err(CommitError::RolledBack(text.into())));
         }
-        fault::point("sqlite.inbox.commit.before");
         let committed = self
             .delete_expired()
             .and_then(|()| self.transaction.execute_batch("COMMIT"));
-        fault::point("sqlite.inbox.commit.after");
         let Err(error) = committed else {
             return (ConnectionReuse::Allowed, Ok(()));
         };

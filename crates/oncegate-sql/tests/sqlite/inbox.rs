@@ -430,7 +430,8 @@ async fn settings_that_contradict_the_inbox_are_refused() {
     let other = directory.path().join("missing").join("ledger.db");
     let inbox = SqliteInbox::file(other);
     let error = inbox.preflight().await.expect_err("no directory");
-    assert!(error.to_string().contains("does not exist"), "{error}");
+    let text = "SqliteInbox::file: the directory";
+    assert!(error.to_string().contains(text), "{error}");
 }
 
 fn a_claim(id: &str) -> Operation {
