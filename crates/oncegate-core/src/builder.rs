@@ -96,8 +96,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// which also records the message. Call
     /// [`transactional_handler`](Builder::transactional_handler) next.
     ///
-    /// Lowers [`max_in_flight`](Self::max_in_flight) to the number of connections that the inbox
-    /// has. Messages wait while its database is unavailable. The number of failures of a message is
+    /// Lowers [`max_in_flight`](Self::max_in_flight) to [`Inbox::max_transactions`]. Messages wait while its database is unavailable. The number of failures of a message is
     /// kept in the memory of this process, and crashes are not counted.
     pub fn inbox<I: Inbox>(self, inbox: I) -> Builder<S, InboxStore<I>, H, D> {
         let max_transactions = inbox.max_transactions();

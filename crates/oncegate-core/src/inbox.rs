@@ -61,7 +61,7 @@ pub trait TransactionalHandler<I: Inbox>: Send + Sync + 'static {
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not an inbox",
     label = "this is not an `Inbox`",
-    note = "pass `PostgresInbox::new(pool)` of the crate `oncegate-postgres`"
+    note = "pass `SqliteInbox::file(path)`, or `PostgresInbox::new(pool)` of the crate `oncegate-postgres`"
 )]
 pub trait Inbox: Send + Sync + 'static {
     /// A transaction that contains the record of a message.
@@ -166,8 +166,8 @@ pub enum CommitError {
     /// It may be committed, because the reply was lost.
     #[error("{0} (the transaction may be committed)")]
     Unknown(#[source] BoxError),
-    /// The handler committed or rolled back the transaction by itself, so its changes and the
-    /// record may not have been committed together.
+    /// The handler committed or rolled back the transaction by itself, or tried to, so its changes
+    /// and the record may not have been committed together.
     #[error("{0}")]
     EndedByHandler(#[source] BoxError),
 }

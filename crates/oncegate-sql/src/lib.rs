@@ -1,8 +1,11 @@
-//! The SQL stores of oncegate. Feature `sqlite`: `Sqlite::file`, a durable store in one file.
+//! The SQL stores of oncegate. Feature `sqlite`: `Sqlite::file`, a durable store in one
+//! file, and `SqliteInbox::file`, which records messages in the transactions of their handlers.
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "sqlite")]
 mod sqlite;
 
 #[cfg(feature = "sqlite")]
-pub use sqlite::{SQLITE_METRICS, Sqlite, SqliteBrowse, SqliteListed, Synchronous};
+pub use sqlite::{
+    SQLITE_METRICS, Sqlite, SqliteBrowse, SqliteInbox, SqliteListed, SqliteTransaction, Synchronous,
+};

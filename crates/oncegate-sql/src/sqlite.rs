@@ -4,6 +4,9 @@ mod browse;
 mod clock;
 mod failure;
 mod file;
+mod handler_guard;
+mod inbox;
+mod inbox_transaction;
 mod marker_table;
 mod metric;
 mod recent;
@@ -26,6 +29,7 @@ use tokio::sync::oneshot;
 pub use browse::{SqliteBrowse, SqliteListed};
 use failure::StoreFailure;
 use file::FileConfig;
+pub use inbox::{SqliteInbox, SqliteTransaction};
 pub use metric::SQLITE_METRICS;
 use recent::MergeLimits;
 use writer_thread::WriterRequest;
@@ -80,6 +84,7 @@ impl Sqlite {
                 synchronous: Synchronous::default(),
                 busy_timeout: APPLY_TIMEOUT / 2,
                 merge: MergeLimits::default(),
+                shares_database: false,
             },
             APPLY_TIMEOUT,
         )

@@ -48,7 +48,7 @@ pub use oncegate_kafka::{
 #[cfg(feature = "redis")]
 pub use oncegate_redis::{Durability, Redis};
 #[cfg(feature = "sqlite")]
-pub use oncegate_sql::{Sqlite, Synchronous};
+pub use oncegate_sql::{Sqlite, SqliteInbox, SqliteTransaction, Synchronous};
 
 /// The types that `ConsumerStatus`, `KafkaStatus` and `RabbitMqStatus` return.
 pub mod status {

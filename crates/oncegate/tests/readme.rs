@@ -30,7 +30,7 @@ const COMPILED: &[&str] = &[
     "crates/oncegate-postgres/examples",
     "crates/oncegate-testkit/tests/laws",
     "examples/payments/src",
-    "examples/payments/src/bin",
+    "examples/payments",
 ];
 
 fn root() -> PathBuf {

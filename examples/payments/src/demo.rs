@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
-use oncegate::{Consumer, MemoryBroker, Store};
+use oncegate::{Consumer, MemoryBroker, SqliteInbox, Store};
 use oncegate_config::Config;
 use rustix::fs::{FlockOperation, flock};
 use tokio::task::JoinHandle;
@@ -15,7 +15,7 @@ use crate::charge::Charge;
 use crate::provider::Provider;
 use crate::report::{Report, deliveries};
 use crate::traffic::{Broker, Outgoing, messages};
-use crate::{BrokerKind, Cli, Result};
+use crate::{BrokerKind, Cli, Result, WITH_INBOX};
 
 const WORKERS: usize = 4;
 /// How many workers are killed while payments are sent.
@@ -29,6 +29,9 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report> {
     let is_embedded = cli.broker == BrokerKind::Memory;
     let store = cli.store.as_deref();
     let store = store.unwrap_or(if is_embedded { "sqlite" } else { "redis" });
+    if cli.guarantee == WITH_INBOX && (!is_embedded || store != "sqlite") {
+        return Err(format!("--guarantee {WITH_INBOX}: only with SQLite, without --broker").into());
+    }
     // A run without servers has the same name each time, so that a killed one is resumed.
     let name = match is_embedded && store == "sqlite" {
         true => format!("{}-seed-{}-{}", cli.guarantee, cli.seed, cli.payments),
@@ -73,7 +76,10 @@ fn configure(cli: &Cli, name: &str, run_dir: &Path, store: &str) -> Result<Confi
     if !broker.is_empty() {
         text += &broker.replace("SERVER", &address(variable)?);
     }
-    let text = text.replace("GUARANTEE", &cli.guarantee);
+    let text = text.replace(
+        "GUARANTEE",
+        &cli.guarantee.replace(WITH_INBOX, "effectively-once"),
+    );
     let file = run_dir.join("oncegate.toml");
     std::fs::write(&file, text.replace("NAME", name))?;
     Ok(Config::read(Some(&file), [])?)
@@ -97,6 +103,7 @@ async fn run_configured(cli: &Cli, config: Config, run_dir: &Path) -> Result<Rep
     }
     config.store()?.preflight(config.guarantee()).await?;
     let mut demo = Demo {
+        cli,
         messages: &messages(cli.payments, "pay", cli.seed),
         broker: match cli.broker {
             BrokerKind::Memory => Broker::Memory(MemoryBroker::new("payments")),
@@ -119,6 +126,7 @@ async fn run_configured(cli: &Cli, config: Config, run_dir: &Path) -> Result<Rep
 }
 
 struct Demo<'a> {
+    cli: &'a Cli,
     messages: &'a [Outgoing],
     broker: Broker,
     config: Config,
@@ -134,9 +142,17 @@ impl Demo<'_> {
         let (charge, shutdown) = (Charge { provider }, pending::<()>());
         self.workers.push(match &self.broker {
             Broker::Memory(broker) => {
-                let consumer = config.consumer(Consumer::builder())?.store(config.store()?);
-                let consumer = consumer.source(broker.source()).handler(charge);
-                tokio::spawn(async { Ok(consumer.run_until(shutdown).await?) })
+                let builder = config.consumer(Consumer::builder())?;
+                let consumer = builder.source(broker.source());
+                if self.cli.guarantee == WITH_INBOX {
+                    let file = config.text("store.url").unwrap_or_default();
+                    let inbox = SqliteInbox::file(file.trim_start_matches("sqlite:"));
+                    let consumer = consumer.inbox(inbox).transactional_handler(charge);
+                    tokio::spawn(async { Ok(consumer.run_until(shutdown).await?) })
+                } else {
+                    let consumer = consumer.store(config.store()?).handler(charge);
+                    tokio::spawn(async { Ok(consumer.run_until(shutdown).await?) })
+                }
             }
             #[cfg(feature = "real")]
             _ => tokio::spawn(async { Ok(config.run_until(charge, shutdown).await?) }),
@@ -188,9 +204,8 @@ impl Demo<'_> {
         let rejected = self.broker.rejected().await?;
         let (charges, metrics) = (self.provider.charges()?, self.metrics.render());
         let mut report = Report::of(&charges, &metrics, self.messages, &rejected);
-        let killed = self.killed as i64;
-        let row = ("workers killed", killed, "while payments were sent");
-        report.rows.push(row);
+        let row = |killed| ("workers killed", killed, "while payments were sent");
+        report.rows.push(row(self.killed as i64));
         Ok(report)
     }
 }

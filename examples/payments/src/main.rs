@@ -4,6 +4,7 @@
 
 mod charge;
 mod demo;
+mod inbox;
 mod provider;
 #[cfg(feature = "real")]
 mod real;
@@ -41,7 +42,9 @@ async fn main() -> ExitCode {
     }
 }
 
-const GUARANTEES: [&str; 3] = ["at-most-once", "effectively-once", "bare"];
+/// The guarantee of an inbox, in which the ledger is in the database of the records.
+const WITH_INBOX: &str = "exactly-once-in-database";
+const GUARANTEES: [&str; 4] = ["at-most-once", "effectively-once", WITH_INBOX, "bare"];
 
 /// Charges payments through oncegate while provider and workers fail, and counts the charges.
 ///
@@ -63,7 +66,8 @@ struct Cli {
     store: Option<String>,
     /// `at-most-once`: an unknown outcome is looked up at the provider, or left to an operator.
     /// `effectively-once`: a payment runs again after a crash, with its id as the provider's
-    /// idempotency key. `bare`: uses only `SET NX` and `DEL` in the store, loses payments, and
+    /// idempotency key. `exactly-once-in-database`, with `sqlite`: the charge and the record of
+    /// its message are committed together. `bare`: uses only `SET NX` and `DEL` in the store, loses payments, and
     /// charges some twice.
     #[arg(long, value_parser = GUARANTEES, default_value = GUARANTEES[0])]
     guarantee: String,

@@ -8,32 +8,16 @@ use std::time::Duration;
 use rusqlite::{Connection, params};
 use tokio::time::sleep;
 
-use crate::{Cli, Error, Result};
+use crate::{Cli, Error, Result, WITH_INBOX};
 
 const LATENCY: Duration = Duration::from_millis(10);
 const TIMEOUT: Duration = Duration::from_millis(60);
 /// The latency of a request that takes longer than the client waits.
 const DELAYED: Duration = Duration::from_millis(250);
 
-const TABLES: &str = "
-    PRAGMA journal_mode = WAL;
-    PRAGMA synchronous = OFF; -- enough: a killed process loses no commit
-    CREATE TABLE IF NOT EXISTS charges (id TEXT, amount INTEGER, attempt INTEGER);
-    CREATE INDEX IF NOT EXISTS charges_by_id ON charges (id);
-    -- Attempts up to and including this one are refused.
-    CREATE TABLE IF NOT EXISTS voided (id TEXT PRIMARY KEY, attempt INTEGER);
-    -- The metrics of each worker process, for the report.
-    CREATE TABLE IF NOT EXISTS workers (name TEXT PRIMARY KEY, metrics TEXT);
-";
-/// Changes nothing if the attempt was voided or, with an idempotency key, the payment was charged.
-const CHARGE: &str = "
-    INSERT INTO charges SELECT ?1, ?2, ?3
-    WHERE NOT EXISTS (SELECT 1 FROM voided WHERE id = ?1 AND attempt >= ?3)
-    AND NOT (?4 AND EXISTS (SELECT 1 FROM charges WHERE id = ?1))";
-/// Changes nothing if the payment was charged.
-const VOID: &str = "
-    INSERT INTO voided SELECT ?1, ?2 WHERE NOT EXISTS (SELECT 1 FROM charges WHERE id = ?1)
-    ON CONFLICT DO UPDATE SET attempt = max(attempt, excluded.attempt)";
+const TABLES: &str = include_str!("../ledger.sql");
+const CHARGE: &str = include_str!("../charge.sql");
+const VOID: &str = include_str!("../void.sql");
 
 #[derive(Clone)]
 pub(crate) struct Provider {
@@ -49,9 +33,10 @@ pub(crate) struct Provider {
 pub(crate) struct Card;
 
 impl Provider {
-    /// The provider with the ledger in this directory.
+    /// The provider with the ledger in this directory; with an inbox, in the file of its records.
     pub(crate) fn open(cli: &Cli, run_dir: &Path) -> Result<Self> {
-        let ledger = Connection::open(run_dir.join("ledger.db"))?;
+        let file = ["ledger.db", "payments.db"][usize::from(cli.guarantee == WITH_INBOX)];
+        let ledger = Connection::open(run_dir.join(file))?;
         ledger.busy_timeout(Duration::from_secs(10))?;
         ledger.execute_batch(TABLES)?;
         let first_unsure = cli.payments.saturating_sub(cli.unsure) + 1;
@@ -126,7 +111,6 @@ impl Provider {
         Ok(rows.collect::<Result<_, _>>()?)
     }
 
-    /// Saves the metrics of a worker process.
     #[cfg(feature = "real")]
     pub(crate) fn save_metrics(&self, worker: &str, metrics: &str) -> Result<()> {
         let query = "INSERT OR REPLACE INTO workers VALUES (?, ?)";
@@ -134,7 +118,6 @@ impl Provider {
         Ok(())
     }
 
-    /// The metrics that all worker processes have saved.
     #[cfg(feature = "real")]
     pub(crate) fn saved_metrics(&self) -> Result<String> {
         let query = "SELECT coalesce(group_concat(metrics, '\n'), '') FROM workers";

@@ -41,7 +41,11 @@ fn run_folder(run_dir: &Path) -> PathBuf {
 
 /// How often each payment was charged, by the provider's ledger.
 fn charges(run_folder: &Path) -> HashMap<String, u32> {
-    let ledger = rusqlite::Connection::open(run_folder.join("ledger.db")).expect("a ledger");
+    charges_in(&run_folder.join("ledger.db"))
+}
+
+fn charges_in(file: &Path) -> HashMap<String, u32> {
+    let ledger = rusqlite::Connection::open(file).expect("a ledger");
     ledger.busy_timeout(Duration::from_secs(10)).expect("set");
     let Ok(mut query) = ledger.prepare("SELECT id, count(*) FROM charges GROUP BY id") else {
         return HashMap::new(); // killed before it created the table
@@ -108,6 +112,44 @@ fn a_demo_killed_ten_times_charges_once_and_loses_nothing() {
         charges.len()
     );
     assert_eq!(charges.len() as u64, counts["charged"]);
+}
+
+#[test]
+fn with_an_inbox_nothing_is_in_doubt_after_kills() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    let run_dir = directory.path().join("runs");
+    let arguments = ["--guarantee", "exactly-once-in-database", "--json"];
+    let mut charged = 0;
+    for _ in 0..5 {
+        let mut killed = demo(&run_dir, &arguments).spawn().expect("it starts");
+        let more = charged + fastrand::usize(1..300);
+        let started = Instant::now();
+        while charged < more {
+            assert!(started.elapsed() < Duration::from_secs(30), "{charged}");
+            std::thread::sleep(Duration::from_millis(10));
+            let folder = std::fs::read_dir(&run_dir)
+                .ok()
+                .and_then(|mut it| it.next());
+            let file = folder.map(|it| it.expect("a directory entry").path().join("payments.db"));
+            // The program creates the file: a test that creates it could do so too early.
+            let Some(file) = file.filter(|file| file.exists()) else {
+                continue;
+            };
+            charged = charges_in(&file).len();
+        }
+        killed.kill().expect("it can be killed");
+        killed.wait().expect("it ended");
+    }
+    let counts = counts(&demo(&run_dir, &arguments).output().expect("it ran"));
+    let [twice, lost, in_doubt, charged] =
+        ["charged_twice", "lost", "in_doubt", "charged"].map(|count| counts[count]);
+    assert_eq!(
+        (twice, lost, in_doubt, charged),
+        (0, 0, 0, 2000),
+        "{counts:?}"
+    );
+    assert!(counts["duplicates_skipped"] > 0, "{counts:?}");
+    assert!(counts["retried"] > 0, "{counts:?}");
 }
 
 #[test]

@@ -17,13 +17,13 @@ use super::recent::RecentMarkers;
 use super::writer_thread::WriterRequest;
 
 const SELECT_MERGED: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key
-    FROM merged_markers WHERE key > ?1 ORDER BY key LIMIT ?2";
+    FROM oncegate_merged_markers WHERE key > ?1 ORDER BY key LIMIT ?2";
 
 const SELECT_ONE_MERGED: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key
-    FROM merged_markers WHERE key = ?1";
+    FROM oncegate_merged_markers WHERE key = ?1";
 
 const SELECT_RECENT: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key
-    FROM recent_markers WHERE number = ?1";
+    FROM oncegate_recent_markers WHERE number = ?1";
 
 /// A marker and the time until it expires; no time for [`Marker::Absent`].
 pub(crate) type MarkerAndTimeLeft = (Marker, Option<Duration>);
@@ -65,7 +65,7 @@ pub(crate) fn marker_with_expiry(
 }
 
 /// Reads at most `limit` rows after a key, in the order of keys. If both tables have a row of a
-/// key, only that of `recent_markers` is current.
+/// key, only that of `oncegate_recent_markers` is current.
 pub(crate) fn read_page(
     connection: &Connection,
     recent: &RecentMarkers,

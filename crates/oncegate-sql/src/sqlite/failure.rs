@@ -19,7 +19,7 @@ pub(crate) enum FailureStage {
 /// Converts an error of SQLite.
 pub(crate) fn of(error: rusqlite::Error, stage: FailureStage, config: &FileConfig) -> StoreFailure {
     use ErrorCode::*;
-    let file = config.name();
+    let (file, setting) = (config.name(), config.setting());
     let text = match error.sqlite_error_code() {
         Some(DatabaseBusy | DatabaseLocked) => {
             let text = format!(
@@ -29,20 +29,20 @@ pub(crate) fn of(error: rusqlite::Error, stage: FailureStage, config: &FileConfi
             return StoreFailure::NotApplied(Problem::of(text, error)); // also during a commit, which is then rolled back
         }
         Some(CannotOpen) if stage == FailureStage::Opening => {
-            return StoreFailure::Misconfigured(Problem::of(not_writable(&file), error));
+            return StoreFailure::Misconfigured(Problem::of(not_writable(&file, setting), error));
         }
         Some(ReadOnly | PermissionDenied) => {
-            return StoreFailure::Misconfigured(Problem::of(not_writable(&file), error));
+            return StoreFailure::Misconfigured(Problem::of(not_writable(&file, setting), error));
         }
         Some(NotADatabase) => {
             let text = format!(
-                "Sqlite::file: {file} is not a SQLite database: use another file; the file is unchanged"
+                "{setting}: {file} is not a SQLite database: use another file; the file is unchanged"
             );
             return StoreFailure::Misconfigured(Problem::of(text, error));
         }
         Some(DatabaseCorrupt) => {
             let text = format!(
-                "Sqlite::file: {file} is corrupt: stop all processes that use it, and recover it with `sqlite3 {file} .recover` or from a \
+                "{setting}: {file} is corrupt: stop all processes that use it, and recover it with `sqlite3 {file} .recover` or from a \
                  backup, which lacks all later markers"
             );
             return StoreFailure::Misconfigured(Problem::of(text, error));
@@ -59,9 +59,9 @@ pub(crate) fn of(error: rusqlite::Error, stage: FailureStage, config: &FileConfi
     }
 }
 
-fn not_writable(file: &str) -> String {
+fn not_writable(file: &str, setting: &str) -> String {
     format!(
-        "Sqlite::file: {file} is not writable: grant this user write access to the file and its directory, or use another file"
+        "{setting}: {file} is not writable: grant this user write access to the file and its directory, or use another file"
     )
 }
 
@@ -78,6 +78,7 @@ mod tests {
             synchronous: Default::default(),
             busy_timeout: Default::default(),
             merge: Default::default(),
+            shares_database: false,
         };
         let failure = |code, stage| {
             of(

@@ -9,15 +9,17 @@ use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavio
 
 use super::Synchronous;
 use super::failure::{self, FailureStage, StoreFailure};
+use super::handler_guard::HandlerGuard;
 use super::marker_table::EXPIRED;
 use super::recent::{self, MergeLimits};
 use super::windows;
 
-/// The `application_id` of the file: `once` in ASCII.
-const APPLICATION_ID: i32 = i32::from_be_bytes(*b"once");
-
 /// The version of the schema. A file with another version is rejected and not changed.
-const VERSION: i32 = 2;
+const VERSION: i32 = 3;
+
+/// The `application_id` of files before version 3: `once` in ASCII. Their version is the
+/// `user_version`, which programs set for tables of their own.
+const FORMER_APPLICATION_ID: i32 = i32::from_be_bytes(*b"once");
 
 /// The columns of a marker. SQLite keeps the comments in the file, for readers of `.schema`.
 const COLUMNS: &str = "
@@ -39,22 +41,25 @@ fn schema() -> String {
     let progress = recent::TABLE;
     format!(
         "
-CREATE TABLE merged_markers ( -- markers in the order of their keys, one row per id, outdated if unmerged_markers has the key; times in milliseconds since 1970
+CREATE TABLE oncegate_schema (version INTEGER NOT NULL -- one row
+) STRICT;
+INSERT INTO oncegate_schema VALUES ({VERSION});
+CREATE TABLE oncegate_merged_markers ( -- markers in the order of their keys, one row per id, outdated if oncegate_unmerged_markers has the key; times in milliseconds since 1970
     key         TEXT PRIMARY KEY, -- <id>, or <scope>|<id>{COLUMNS}) WITHOUT ROWID, STRICT;
-CREATE TABLE recent_markers ( -- markers that were not written to merged_markers at once, in the order of their first writes; merged rows are outdated
+CREATE TABLE oncegate_recent_markers ( -- markers that were not written to oncegate_merged_markers at once, in the order of their first writes; merged rows are outdated
     number      INTEGER PRIMARY KEY,
     key         TEXT NOT NULL,{COLUMNS}) STRICT;{progress};
-CREATE VIEW unmerged_markers AS -- the rows of recent_markers that are not in merged_markers yet
-    SELECT recent_markers.* FROM recent_markers, merge_progress
+CREATE VIEW oncegate_unmerged_markers AS -- the rows of oncegate_recent_markers that are not in oncegate_merged_markers yet
+    SELECT oncegate_recent_markers.* FROM oncegate_recent_markers, oncegate_merge_progress
     WHERE number > merged_until AND (number > cycle_end OR key > cursor);
-CREATE VIEW markers AS -- all stored markers, also expired ones that are not deleted yet
-    SELECT key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee FROM unmerged_markers
+CREATE VIEW oncegate_markers AS -- all stored markers, also expired ones that are not deleted yet
+    SELECT key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee FROM oncegate_unmerged_markers
     WHERE expires > {EXPIRED}
     UNION ALL
-    SELECT * FROM merged_markers WHERE expires > {EXPIRED} AND key NOT IN (SELECT key FROM unmerged_markers);
-CREATE TRIGGER delete_marker INSTEAD OF DELETE ON markers BEGIN -- keeps recent rows, whose numbers processes remember
-    UPDATE recent_markers SET expires = {EXPIRED} WHERE key = old.key;
-    DELETE FROM merged_markers WHERE key = old.key;
+    SELECT * FROM oncegate_merged_markers WHERE expires > {EXPIRED} AND key NOT IN (SELECT key FROM oncegate_unmerged_markers);
+CREATE TRIGGER oncegate_delete_marker INSTEAD OF DELETE ON oncegate_markers BEGIN -- keeps recent rows, whose numbers processes remember
+    UPDATE oncegate_recent_markers SET expires = {EXPIRED} WHERE key = old.key;
+    DELETE FROM oncegate_merged_markers WHERE key = old.key;
 END"
     )
 }
@@ -80,12 +85,22 @@ pub(crate) struct FileConfig {
     /// How long to wait for locks of other processes.
     pub(crate) busy_timeout: Duration,
     pub(crate) merge: MergeLimits,
+    /// Whether the tables may be created in the database of another program.
+    pub(crate) shares_database: bool,
 }
 
 impl FileConfig {
     /// The path, for error texts and log lines.
     pub(crate) fn name(&self) -> String {
         self.path.display().to_string()
+    }
+
+    /// The function with which the path is set, for error texts.
+    pub(crate) fn setting(&self) -> &'static str {
+        match self.shares_database {
+            true => "SqliteInbox::file",
+            false => "Sqlite::file",
+        }
     }
 
     /// A function that converts errors of SQLite at this stage.
@@ -104,6 +119,7 @@ pub(crate) struct OpenDatabase {
     /// database and removes them when the last one closes; while this connection is open, SQLite
     /// keeps them.
     companions: [(PathBuf, FileIdentity); 2],
+    pub(crate) guard: HandlerGuard,
 }
 
 impl OpenDatabase {
@@ -151,7 +167,8 @@ impl OpenDatabase {
         let mode = enable_wal(&connection, config).map_err(&to_failure)?;
         if mode != "wal" {
             return Err(StoreFailure::misconfigured(format!(
-                "Sqlite::file: {} does not support a write-ahead log (journal mode {mode}): use a file on a local disk",
+                "{}: {} does not support a write-ahead log (journal mode {mode}): use a file on a local disk",
+                config.setting(),
                 config.name()
             )));
         }
@@ -166,16 +183,32 @@ impl OpenDatabase {
             .filter(|after| before.is_none_or(|before| before == *after));
         let identity = identity.ok_or_else(|| replaced(config))?;
         let companions = companions(&config.path).ok_or_else(|| replaced(config))?;
+        let guard = HandlerGuard::install(&connection).map_err(&to_failure)?;
         Ok(Self {
             connection,
             identity,
             companions,
+            guard,
         })
     }
 
     /// Begins a transaction that takes the write lock at once.
     pub(crate) fn begin(&self) -> rusqlite::Result<Transaction<'_>> {
         Transaction::new_unchecked(&self.connection, TransactionBehavior::Immediate)
+    }
+
+    /// The same, without waiting for locks; `None` if another connection has the write lock.
+    pub(crate) fn begin_unless_locked(
+        &self,
+        config: &FileConfig,
+    ) -> rusqlite::Result<Option<Transaction<'_>>> {
+        self.connection.busy_timeout(Duration::ZERO)?;
+        let begun = self.begin();
+        self.connection.busy_timeout(config.busy_timeout)?;
+        match begun {
+            Err(error) if error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy) => Ok(None),
+            begun => begun.map(Some),
+        }
     }
 
     /// Checks that the path still refers to this file and WAL, and that its version is supported.
@@ -261,8 +294,9 @@ fn companions(path: &Path) -> Option<[(PathBuf, FileIdentity); 2]> {
 
 fn replaced(config: &FileConfig) -> StoreFailure {
     StoreFailure::misconfigured(format!(
-        "Sqlite::file: {} or its write-ahead log (-wal, -shm) was removed or replaced while in use, and markers may be lost: restore it, or \
+        "{}: {} or its write-ahead log (-wal, -shm) was removed or replaced while in use, and markers may be lost: restore it, or \
          restart to use the file that is there now",
+        config.setting(),
         config.name()
     ))
 }
@@ -278,7 +312,7 @@ fn readonly_error() -> rusqlite::Error {
 /// Rejects paths for which SQLite returns a less clear error, or opens a temporary database: an
 /// empty path and `:memory:`.
 fn check_path(config: &FileConfig) -> Result<(), StoreFailure> {
-    let (path, file) = (&config.path, config.name());
+    let (path, file, setting) = (&config.path, config.name(), config.setting());
     let directory = match path.parent() {
         Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
         Some(parent) => parent,
@@ -286,18 +320,18 @@ fn check_path(config: &FileConfig) -> Result<(), StoreFailure> {
     };
     if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
         return Err(StoreFailure::misconfigured(format!(
-            "Sqlite::file: `{file}` is not a file: set the path of one, or use MemoryStore"
+            "{setting}: `{file}` is not a file: set the path of one, or use MemoryStore"
         )));
     }
     if path.is_dir() {
         return Err(StoreFailure::misconfigured(format!(
-            "Sqlite::file: {file} is a directory: set the path of a file in it"
+            "{setting}: {file} is a directory: set the path of a file in it"
         )));
     }
     if !directory.is_dir() {
         let directory = directory.display();
         return Err(StoreFailure::misconfigured(format!(
-            "Sqlite::file: the directory {directory} does not exist: create it, or use another path"
+            "{setting}: the directory {directory} does not exist: create it, or use another path"
         )));
     }
     Ok(())
@@ -306,14 +340,16 @@ fn check_path(config: &FileConfig) -> Result<(), StoreFailure> {
 /// Which program a file belongs to, and the version of its schema. Read before anything is changed.
 struct DatabaseHeader {
     application: i32,
-    version: i32,
+    user_version: i32,
     tables: i64,
+    /// The version of the tables of oncegate; `None` without them.
+    version: Option<i32>,
 }
 
 /// Whether a file may be used.
 #[derive(PartialEq, Eq)]
 enum Ownership {
-    /// The file is a new or empty database.
+    /// The tables are to be created: the database is new, empty, or that of a program with an inbox.
     Unclaimed,
     /// The file has the schema of this release.
     Oncegate,
@@ -322,13 +358,21 @@ enum Ownership {
 impl DatabaseHeader {
     /// Reads the header in a transaction, so that all values are of the same state of the file.
     fn of(connection: &Transaction<'_>) -> rusqlite::Result<Self> {
-        let tables =
-            connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))?;
-        let application = connection.query_row("PRAGMA application_id", [], |row| row.get(0))?;
+        let pragma = |sql| connection.query_row(sql, [], |row| row.get(0));
+        let (tables, is_oncegate) = connection.query_row(
+            "SELECT count(*), count(*) FILTER (WHERE name = 'oncegate_schema') FROM sqlite_schema",
+            [],
+            |row| Ok((row.get(0)?, row.get(1)?)),
+        )?;
         Ok(Self {
-            application,
-            version: version(connection)?,
+            application: pragma("PRAGMA application_id")?,
+            user_version: pragma("PRAGMA user_version")?,
             tables,
+            version: if is_oncegate {
+                Some(version(connection)?)
+            } else {
+                None
+            },
         })
     }
 
@@ -339,22 +383,28 @@ impl DatabaseHeader {
     fn ownership(&self, config: &FileConfig) -> Result<Ownership, StoreFailure> {
         match self {
             Self {
-                application: APPLICATION_ID,
-                version: VERSION,
+                version: Some(VERSION),
                 ..
             } => Ok(Ownership::Oncegate),
             Self {
-                application: APPLICATION_ID,
-                version,
+                version: Some(version),
+                ..
+            }
+            | Self {
+                application: FORMER_APPLICATION_ID,
+                user_version: version,
                 ..
             } => Err(other_version(*version, config)),
             Self {
                 application: 0,
-                version: 0,
+                user_version: 0,
                 tables: 0,
+                ..
             } => Ok(Ownership::Unclaimed),
+            _ if config.shares_database => Ok(Ownership::Unclaimed),
             _ => Err(StoreFailure::misconfigured(format!(
-                "Sqlite::file: {} belongs to another program: use a separate file for oncegate; the file is unchanged",
+                "{}: {} belongs to another program: use a separate file for oncegate; the file is unchanged",
+                config.setting(),
                 config.name()
             ))),
         }
@@ -363,7 +413,7 @@ impl DatabaseHeader {
 
 fn version(connection: &Connection) -> rusqlite::Result<i32> {
     connection
-        .prepare_cached("PRAGMA user_version")?
+        .prepare_cached("SELECT version FROM oncegate_schema")?
         .query_row([], |row| row.get(0))
 }
 
@@ -374,7 +424,8 @@ fn other_version(version: i32, config: &FileConfig) -> StoreFailure {
         ("a newer", "upgrade oncegate here")
     };
     StoreFailure::misconfigured(format!(
-        "Sqlite::file: {} was written by {age} release (version {version}, this release supports {VERSION}): {remedy}; the file is unchanged",
+        "{}: {} was written by {age} release (version {version}, this release supports {VERSION}): {remedy}; the file is unchanged",
+        config.setting(),
         config.name()
     ))
 }
@@ -409,15 +460,9 @@ fn create(
         == Ownership::Unclaimed
     {
         transaction.execute_batch(&schema()).map_err(to_failure)?;
-        transaction
-            .pragma_update(None, "application_id", APPLICATION_ID)
-            .map_err(to_failure)?;
-        transaction
-            .pragma_update(None, "user_version", VERSION)
-            .map_err(to_failure)?;
         tracing::info!(
             file = config.name(),
-            "created a new SQLite database for markers"
+            "created new SQLite tables for markers"
         );
     }
     transaction.commit().map_err(to_failure)

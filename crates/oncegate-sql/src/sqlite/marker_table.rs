@@ -1,4 +1,4 @@
-//! Reads and writes markers as rows of `recent_markers` and `merged_markers`, and applies
+//! Reads and writes markers as rows of `oncegate_recent_markers` and `oncegate_merged_markers`, and applies
 //! operations to them.
 
 use std::time::Duration;
@@ -16,40 +16,39 @@ use super::recent::RecentMarkers;
 use oncegate_core::internal::milliseconds;
 
 const SELECT_RECENT: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee
-    FROM recent_markers WHERE number = ?1";
+    FROM oncegate_recent_markers WHERE number = ?1";
 
 const SELECT_MERGED: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee
-    FROM merged_markers WHERE key = ?1";
+    FROM oncegate_merged_markers WHERE key = ?1";
 
-const IS_MERGED: &str = "SELECT 1 FROM merged_markers WHERE key = ?1";
+const IS_MERGED: &str = "SELECT 1 FROM oncegate_merged_markers WHERE key = ?1";
 
-const WRITE_RECENT: &str = "INSERT OR REPLACE INTO recent_markers
+const WRITE_RECENT: &str = "INSERT OR REPLACE INTO oncegate_recent_markers
     (number, key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
     VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
 
 /// Has the parameters of [`WRITE_RECENT`]; the first, the number, is not used.
-const WRITE_MERGED: &str = "INSERT OR REPLACE INTO merged_markers VALUES (?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
+const WRITE_MERGED: &str = "INSERT OR REPLACE INTO oncegate_merged_markers VALUES (?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
 
 /// Writes nothing if the key has a row, even an expired one.
-const WRITE_NEW_MERGED: &str = "INSERT OR IGNORE INTO merged_markers VALUES (?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
+const WRITE_NEW_MERGED: &str = "INSERT OR IGNORE INTO oncegate_merged_markers VALUES (?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
 
 /// Completes a claim whose row has the number ?1. Writes nothing unless the row is in progress with
 /// this token and attempt, and has not expired.
-const COMPLETE_RECENT_CLAIM: &str = "UPDATE recent_markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL,
+const COMPLETE_RECENT_CLAIM: &str = "UPDATE oncegate_recent_markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL,
         crashes = NULL, effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
     WHERE number = ?1 AND state = 2 AND token = ?4 AND attempt = ?5 AND expires > ?6";
 
-/// The same for a claim in `merged_markers`, by its key.
-const COMPLETE_MERGED_CLAIM: &str = "UPDATE merged_markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL,
+/// The same for a claim in `oncegate_merged_markers`, by its key.
+const COMPLETE_MERGED_CLAIM: &str = "UPDATE oncegate_merged_markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL,
         crashes = NULL, effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
     WHERE key = ?1 AND state = 2 AND token = ?4 AND attempt = ?5 AND expires > ?6";
 
-const DELETE_MERGED: &str = "DELETE FROM merged_markers WHERE key = ?1";
+const DELETE_MERGED: &str = "DELETE FROM oncegate_merged_markers WHERE key = ?1";
 
 /// Writes an expired recent row. Until it is merged, readers ignore the row of its key in
-/// `merged_markers`.
-const HIDE: &str =
-    "INSERT OR REPLACE INTO recent_markers (number, key, expires, state) VALUES (?1, ?2, ?3, 0)";
+/// `oncegate_merged_markers`.
+const HIDE: &str = "INSERT OR REPLACE INTO oncegate_recent_markers (number, key, expires, state) VALUES (?1, ?2, ?3, 0)";
 
 /// The expiry of a deleted row: in the past, however far the clock has jumped.
 pub(super) const EXPIRED: i64 = i64::MIN;
@@ -136,8 +135,43 @@ impl<'transaction> MarkerTable<'transaction> {
         Ok(Ok(verdict))
     }
 
+    /// Writes the record of a message that is handled in this transaction, a done marker, if the
+    /// claim is granted. Returns the verdict of the claim. Changes nothing in memory, because the
+    /// transaction may be rolled back.
+    ///
+    /// # Errors
+    /// If SQLite fails.
+    pub(crate) fn record(
+        &mut self,
+        claim: &Operation,
+        time_to_live: Duration,
+    ) -> rusqlite::Result<Result<Verdict, StoreFailure>> {
+        let verdict = self.look_up(claim)?;
+        if let Ok(Verdict::Granted(_)) = verdict {
+            let number = self.recent.number(claim.key.as_str());
+            let done = Marker::Done(claim.terms.fingerprint);
+            let columns = self.now.columns(number, &claim.key, done, time_to_live);
+            match number {
+                Some(_) => self.write_recent.execute(columns)?,
+                None => self.write_merged.execute(columns)?,
+            };
+        }
+        Ok(verdict)
+    }
+
+    /// The verdict of a claim, without changes.
+    pub(crate) fn look_up(
+        &mut self,
+        claim: &Operation,
+    ) -> rusqlite::Result<Result<Verdict, StoreFailure>> {
+        Ok(match self.read(&claim.key)? {
+            Ok(found) => Ok(apply(found.marker, found.age, claim).1),
+            Err(UnreadableRow) => Err(unreadable(claim.key.as_str())),
+        })
+    }
+
     /// The number of the recent row of a key, or the number for a new one; `None` if the row is, or
-    /// is to be written, in `merged_markers`.
+    /// is to be written, in `oncegate_merged_markers`.
     fn recent_number(&mut self, key: &Key) -> Option<i64> {
         let key = key.as_str();
         match self.recent.number(key) {
@@ -341,7 +375,7 @@ fn age(written: i64, now: ClockReading) -> Age {
 /// The failure of an operation whose row this release cannot read.
 pub(crate) fn unreadable(key: &str) -> StoreFailure {
     StoreFailure::unreadable_marker(format!(
-        "the row of {} in the view markers holds no marker that this release can read: delete the row, or upgrade oncegate here; the row \
+        "the row of {} in the view oncegate_markers holds no marker that this release can read: delete the row, or upgrade oncegate here; the row \
          is unchanged",
         key
     ))
@@ -374,6 +408,7 @@ mod tests {
             synchronous: Default::default(),
             busy_timeout: Duration::ZERO,
             merge: MergeLimits::default(),
+            shares_database: false,
         };
         OpenDatabase::open(&config, None).expect("a new database opens")
     }
@@ -489,7 +524,7 @@ mod tests {
 
         let (file, _directory) = claimed();
         file.connection
-            .execute("UPDATE merged_markers SET attempt = 2", [])
+            .execute("UPDATE oncegate_merged_markers SET attempt = 2", [])
             .expect("the row is updated");
         assert_eq!(
             apply_one(&file, at(START), OperationKind::Complete, 1),

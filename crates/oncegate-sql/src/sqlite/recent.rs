@@ -1,27 +1,27 @@
-//! New markers are appended to the table `recent_markers`, and merged into `merged_markers` in the
+//! New markers are appended to the table `oncegate_recent_markers`, and merged into `oncegate_merged_markers` in the
 //! order of their keys.
 //!
 //! In a table that is sorted by key, each random id changes another page, which is written twice
-//! (to the write-ahead log, then to the file). The end of `recent_markers` is a few pages for a
-//! whole transaction, and a range of consecutive keys is in few pages of `merged_markers`. Keys at
-//! the end of `merged_markers`, as ascending ids are, are written to it directly.
+//! (to the write-ahead log, then to the file). The end of `oncegate_recent_markers` is a few pages for a
+//! whole transaction, and a range of consecutive keys is in few pages of `oncegate_merged_markers`. Keys at
+//! the end of `oncegate_merged_markers`, as ascending ids are, are written to it directly.
 //!
 //! A merge cycle copies the rows that exist when it starts, in the order of their keys, a few in
-//! each transaction. A row is current in `recent_markers` until it is merged, and in
-//! `merged_markers` afterwards.
+//! each transaction. A row is current in `oncegate_recent_markers` until it is merged, and in
+//! `oncegate_merged_markers` afterwards.
 
 use std::collections::HashMap;
 
 use rusqlite::{Connection, OptionalExtension, params};
 
-/// When recent markers are merged, and which markers are written to `merged_markers` directly.
+/// When recent markers are merged, and which markers are written to `oncegate_merged_markers` directly.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MergeLimits {
     /// From this number of recent markers on, and while a merge cycle runs, each transaction merges
     /// as many as it has operations. The higher the number, the fewer pages a merge cycle changes
     /// for each marker.
     pub(crate) merge_from: usize,
-    /// How many of the last rows of `merged_markers` count as its end. They are in few pages.
+    /// How many of the last rows of `oncegate_merged_markers` count as its end. They are in few pages.
     pub(crate) end_rows: u32,
 }
 
@@ -35,20 +35,20 @@ impl Default for MergeLimits {
     }
 }
 
-/// After this number of transactions the end of `merged_markers` is looked up again.
+/// After this number of transactions the end of `oncegate_merged_markers` is looked up again.
 const END_TRANSACTIONS: u32 = 64;
 
 /// The table of [`MergeProgress`]. SQLite keeps the comments in the file.
 pub(crate) const TABLE: &str = "
-CREATE TABLE merge_progress ( -- one row
-    next_number  INTEGER NOT NULL, -- of the next row in recent_markers
-    merged_until INTEGER NOT NULL, -- rows of recent_markers up to this number are merged
+CREATE TABLE oncegate_merge_progress ( -- one row
+    next_number  INTEGER NOT NULL, -- of the next row in oncegate_recent_markers
+    merged_until INTEGER NOT NULL, -- rows of oncegate_recent_markers up to this number are merged
     cycle_end    INTEGER NOT NULL, -- rows up to this number are being merged, in the order of their keys
     cursor       TEXT NOT NULL     -- those up to this key are merged; '' before the first
 ) STRICT;
-INSERT INTO merge_progress VALUES (1, 0, 0, '')";
+INSERT INTO oncegate_merge_progress VALUES (1, 0, 0, '')";
 
-/// How far the recent markers are merged: the row of `merge_progress`.
+/// How far the recent markers are merged: the row of `oncegate_merge_progress`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct MergeProgress {
     next_number: i64,
@@ -62,7 +62,7 @@ impl MergeProgress {
     fn read(connection: &Connection) -> rusqlite::Result<Self> {
         connection
             .prepare_cached(
-                "SELECT next_number, merged_until, cycle_end, cursor FROM merge_progress",
+                "SELECT next_number, merged_until, cycle_end, cursor FROM oncegate_merge_progress",
             )?
             .query_row([], |row| {
                 Ok(Self {
@@ -74,18 +74,18 @@ impl MergeProgress {
             })
     }
 
-    /// Whether the row of this number is merged, so that its copy in `merged_markers` is current.
+    /// Whether the row of this number is merged, so that its copy in `oncegate_merged_markers` is current.
     fn is_merged(&self, number: i64, key: &str) -> bool {
         number <= self.merged_until || number <= self.cycle_end && key <= self.cursor.as_str()
     }
 }
 
-/// The current rows of `recent_markers` by key. The row of such a key in `merged_markers`, if there
+/// The current rows of `oncegate_recent_markers` by key. The row of such a key in `oncegate_merged_markers`, if there
 /// is one, is outdated.
 #[derive(Debug)]
 pub(crate) struct RecentMarkers {
     limits: MergeLimits,
-    /// Keys above this one are at the end of `merged_markers`. `None` if the table has at most
+    /// Keys above this one are at the end of `oncegate_merged_markers`. `None` if the table has at most
     /// `end_rows` rows: then every key is.
     end: Option<String>,
     /// After this number of transactions `end` is looked up again.
@@ -147,7 +147,7 @@ impl RecentMarkers {
             }
         }
         let mut newer = connection.prepare_cached(
-            "SELECT number, key FROM recent_markers WHERE number > ?1 ORDER BY number",
+            "SELECT number, key FROM oncegate_recent_markers WHERE number > ?1 ORDER BY number",
         )?;
         let mut rows = newer.query([known_until.max(found.merged_until)])?;
         while let Some(row) = rows.next()? {
@@ -161,12 +161,12 @@ impl RecentMarkers {
         Ok(())
     }
 
-    /// Looks up the end of `merged_markers`, every [`END_TRANSACTIONS`] transactions. An outdated
+    /// Looks up the end of `oncegate_merged_markers`, every [`END_TRANSACTIONS`] transactions. An outdated
     /// end is harmless, because any key may be written to either table.
     fn look_up_end(&mut self, connection: &Connection) -> rusqlite::Result<()> {
         if self.end_known_for == 0 {
             let mut end = connection.prepare_cached(
-                "SELECT key FROM merged_markers ORDER BY key DESC LIMIT 1 OFFSET ?1",
+                "SELECT key FROM oncegate_merged_markers ORDER BY key DESC LIMIT 1 OFFSET ?1",
             )?;
             let found = end.query_row([self.limits.end_rows], |row| row.get(0));
             self.end = found.optional()?;
@@ -176,18 +176,18 @@ impl RecentMarkers {
         Ok(())
     }
 
-    /// Whether a key that has no recent row is written to `merged_markers` directly.
+    /// Whether a key that has no recent row is written to `oncegate_merged_markers` directly.
     pub(crate) fn is_at_end(&self, key: &str) -> bool {
         self.end.as_ref().is_none_or(|end| key > end.as_str())
     }
 
-    /// The number of the current row of a key in `recent_markers`; `None` if the key has no row
+    /// The number of the current row of a key in `oncegate_recent_markers`; `None` if the key has no row
     /// there that is not merged.
     pub(crate) fn number(&self, key: &str) -> Option<i64> {
         self.numbers.get(key).copied()
     }
 
-    /// Assigns the number of a new row to a key that has no current row in `recent_markers`.
+    /// Assigns the number of a new row to a key that has no current row in `oncegate_recent_markers`.
     pub(crate) fn add(&mut self, key: &str) -> i64 {
         let number = self.progress.next_number;
         self.progress.next_number += 1;
@@ -222,7 +222,7 @@ impl RecentMarkers {
         self.numbers.is_empty()
     }
 
-    /// Merges at most this many rows: copies them to `merged_markers`. Starts a merge cycle if none
+    /// Merges at most this many rows: copies them to `oncegate_merged_markers`. Starts a merge cycle if none
     /// is in progress.
     ///
     /// # Errors
@@ -241,8 +241,8 @@ impl RecentMarkers {
             keys
         });
         let mut copy = connection.prepare_cached(
-            "INSERT OR REPLACE INTO merged_markers SELECT key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon,
-                guarantee FROM recent_markers WHERE number = ?1",
+            "INSERT OR REPLACE INTO oncegate_merged_markers SELECT key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon,
+                guarantee FROM oncegate_recent_markers WHERE number = ?1",
         )?;
         let mut last = None;
         for _ in 0..limit {
@@ -263,7 +263,7 @@ impl RecentMarkers {
         Ok(())
     }
 
-    /// Deletes at most this many merged rows from `recent_markers`.
+    /// Deletes at most this many merged rows from `oncegate_recent_markers`.
     ///
     /// # Errors
     /// If SQLite fails.
@@ -272,7 +272,8 @@ impl RecentMarkers {
         connection: &Connection,
         limit: u32,
     ) -> rusqlite::Result<()> {
-        let mut oldest = connection.prepare_cached("SELECT min(number) FROM recent_markers")?;
+        let mut oldest =
+            connection.prepare_cached("SELECT min(number) FROM oncegate_recent_markers")?;
         let oldest: Option<i64> = oldest.query_row([], |row| row.get(0))?;
         let merged_until = self.progress.merged_until;
         let Some(oldest) = oldest.filter(|oldest| *oldest <= merged_until) else {
@@ -280,7 +281,7 @@ impl RecentMarkers {
         };
         let until = merged_until.min(oldest + i64::from(limit) - 1);
         connection
-            .prepare_cached("DELETE FROM recent_markers WHERE number <= ?1")?
+            .prepare_cached("DELETE FROM oncegate_recent_markers WHERE number <= ?1")?
             .execute([until])?;
         Ok(())
     }
@@ -300,7 +301,7 @@ impl RecentMarkers {
             cursor,
         } = &self.progress;
         let mut write = connection.prepare_cached(
-            "UPDATE merge_progress SET next_number = ?1, merged_until = ?2, cycle_end = ?3, cursor = ?4",
+            "UPDATE oncegate_merge_progress SET next_number = ?1, merged_until = ?2, cycle_end = ?3, cursor = ?4",
         )?;
         write.execute(params![next_number, merged_until, cycle_end, cursor])?;
         self.saved = self.progress.clone();
@@ -337,6 +338,7 @@ mod tests {
                 merge_from: 10,
                 end_rows: 1,
             },
+            shares_database: false,
         })
     }
 
@@ -421,7 +423,7 @@ mod tests {
                 assert_eq!(listed(reader), present, "seed {first}, step {step}");
                 let raw = Connection::open(directory.path().join("markers.db")).expect("opens");
                 assert_eq!(shown(&raw), present, "seed {first}, step {step}");
-                let merged = "SELECT count(*) FROM merged_markers WHERE key NOT IN (SELECT key FROM recent_markers)";
+                let merged = "SELECT count(*) FROM oncegate_merged_markers WHERE key NOT IN (SELECT key FROM oncegate_recent_markers)";
                 merged_rows += raw
                     .query_row(merged, [], |row| row.get::<_, u32>(0))
                     .expect("a number");
@@ -433,7 +435,7 @@ mod tests {
     /// Deletes markers with SQL, as an operator may.
     fn delete(directory: &Path, keys: &str) {
         let raw = Connection::open(directory.join("markers.db")).expect("opens");
-        raw.execute("DELETE FROM markers WHERE key LIKE ?1", [keys])
+        raw.execute("DELETE FROM oncegate_markers WHERE key LIKE ?1", [keys])
             .expect("deletes");
         let shown = shown(&raw);
         assert!(!shown.iter().any(|key| key == keys), "{shown:?}");
@@ -471,9 +473,11 @@ mod tests {
         }
         let raw = Connection::open(directory.path().join("markers.db")).expect("opens");
         let recent: u32 = raw
-            .query_row("SELECT count(*) FROM unmerged_markers", [], |row| {
-                row.get(0)
-            })
+            .query_row(
+                "SELECT count(*) FROM oncegate_unmerged_markers",
+                [],
+                |row| row.get(0),
+            )
             .expect("a number");
         assert_eq!(recent, 4);
         delete(directory.path(), "id-51");
@@ -506,7 +510,7 @@ mod tests {
     /// The keys that the view shows.
     fn shown(raw: &Connection) -> Vec<String> {
         let mut select = raw
-            .prepare("SELECT key FROM markers ORDER BY key")
+            .prepare("SELECT key FROM oncegate_markers ORDER BY key")
             .expect("the view");
         let keys = select.query_map([], |row| row.get(0)).expect("rows");
         keys.collect::<Result<_, _>>().expect("texts")

@@ -1,11 +1,11 @@
-//! Deletes expired rows of `merged_markers`, a few at a time.
+//! Deletes expired rows of `oncegate_merged_markers`, a few at a time.
 
 use rusqlite::{Connection, params};
 
 use super::clock::ClockReading;
 use super::metric::MARKERS_EXPIRED;
 
-/// A cursor that cycles through the keys of `merged_markers`, so that no index on the expiry is
+/// A cursor that cycles through the keys of `oncegate_merged_markers`, so that no index on the expiry is
 /// needed, which each write would have to update. A transaction scans as many rows as it has
 /// operations. An id takes at least two operations, so during one cycle at most half as many new
 /// ids arrive as there are rows.
@@ -37,7 +37,7 @@ impl ExpirySweep {
     ) -> rusqlite::Result<SweepRange> {
         let mut next = connection.prepare_cached(
             "SELECT count(*) FILTER (WHERE expires <= CASE guarantee WHEN 0 THEN ?4 ELSE ?3 END), max(key)
-                FROM (SELECT key, expires, guarantee FROM merged_markers WHERE key > ?1 ORDER BY key LIMIT ?2)",
+                FROM (SELECT key, expires, guarantee FROM oncegate_merged_markers WHERE key > ?1 ORDER BY key LIMIT ?2)",
         )?;
         next.query_row(
             params![
@@ -67,7 +67,7 @@ impl ExpirySweep {
     ) -> rusqlite::Result<()> {
         if let (1.., Some(last)) = (range.expired, &range.last) {
             let mut delete = connection.prepare_cached(
-                "DELETE FROM merged_markers WHERE key > ?1 AND key <= ?2 AND expires <= CASE guarantee WHEN 0 THEN ?4 ELSE ?3 END",
+                "DELETE FROM oncegate_merged_markers WHERE key > ?1 AND key <= ?2 AND expires <= CASE guarantee WHEN 0 THEN ?4 ELSE ?3 END",
             )?;
             let deleted = delete.execute(params![
                 self.last_key,

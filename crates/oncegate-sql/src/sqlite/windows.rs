@@ -9,7 +9,7 @@ use oncegate_core::internal::milliseconds;
 /// A window is added only if it is longer than all others, so the table has few rows. The longest
 /// counts.
 pub(crate) const TABLE: &str = "
-CREATE TABLE IF NOT EXISTS windows (longest INTEGER PRIMARY KEY -- a window of some marker, in milliseconds
+CREATE TABLE IF NOT EXISTS oncegate_windows (longest INTEGER PRIMARY KEY -- a window of some marker, in milliseconds
 ) STRICT";
 
 /// The longest window ever written to the file, in milliseconds; `None` before the first write.
@@ -18,7 +18,7 @@ CREATE TABLE IF NOT EXISTS windows (longest INTEGER PRIMARY KEY -- a window of s
 /// If SQLite fails.
 pub(crate) fn longest(connection: &Connection) -> rusqlite::Result<Option<i64>> {
     connection
-        .prepare_cached("SELECT max(longest) FROM windows")?
+        .prepare_cached("SELECT max(longest) FROM oncegate_windows")?
         .query_row([], |row| row.get(0))
 }
 
@@ -35,7 +35,7 @@ pub(crate) fn record(
     let window = milliseconds(window);
     if longest.is_none_or(|longest| longest < window) {
         transaction.execute(
-            "INSERT OR IGNORE INTO windows (longest) VALUES (?1)",
+            "INSERT OR IGNORE INTO oncegate_windows (longest) VALUES (?1)",
             [window],
         )?;
     }

@@ -5,16 +5,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
+use oncegate_core::inbox::BeginResult;
 use oncegate_core::internal::fault;
 use oncegate_core::marker::{Marker, Operation, Verdict};
 use oncegate_core::{Key, Persistence};
-use rusqlite::Connection;
+use rusqlite::{Connection, Transaction};
 use tokio::sync::oneshot;
 
 use super::browse::{self, MarkerAndTimeLeft, MarkerPage};
 use super::clock::{ClockReading, WallClock};
 use super::failure::{FailureStage, StoreFailure};
 use super::file::{FileConfig, FileIdentity, OpenDatabase};
+use super::inbox_transaction::{BeginRequest, ConnectionReuse, InboxTransaction};
 use super::marker_table::MarkerTable;
 use super::recent::RecentMarkers;
 use super::sweep::ExpirySweep;
@@ -38,6 +40,13 @@ type ApplyAnswers = Vec<Result<Verdict, StoreFailure>>;
 pub(crate) enum WriterRequest {
     /// Applies operations.
     Apply(Vec<Operation>, oneshot::Sender<ApplyAnswers>),
+    /// Returns the verdicts of claims, without changes.
+    LookUp(
+        Vec<Operation>,
+        oneshot::Sender<Result<ApplyAnswers, StoreFailure>>,
+    ),
+    /// Begins a transaction of an inbox, and executes it until it has ended.
+    Begin(Box<BeginRequest>),
     /// Reads the marker of a key.
     ReadMarker(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
     /// Reads the marker of a key and its expiry.
@@ -61,6 +70,8 @@ impl WriterRequest {
     fn is_abandoned(&self) -> bool {
         match self {
             Self::Apply(_, reply) => reply.is_closed(),
+            Self::LookUp(_, reply) => reply.is_closed(),
+            Self::Begin(request) => request.reply.is_closed(),
             Self::ReadMarker(_, reply) => reply.is_closed(),
             Self::ReadMarkerWithExpiry(_, reply) => reply.is_closed(),
             Self::ReadPage(.., reply) => reply.is_closed(),
@@ -139,6 +150,12 @@ impl WriterThread {
                     batch.push((operations, reply));
                 }
                 // Sending fails if the caller has stopped waiting, here and below.
+                WriterRequest::LookUp(claims, reply) => drop(reply.send(self.look_up(&claims))),
+                WriterRequest::Begin(request) => {
+                    if self.execute_transaction(request) == ConnectionReuse::Refused {
+                        self.close_after_failure();
+                    }
+                }
                 WriterRequest::ReadMarker(key, reply) => drop(reply.send(self.read_marker(&key))),
                 WriterRequest::ReadMarkerWithExpiry(key, reply) => drop(
                     reply.send(
@@ -193,25 +210,20 @@ impl WriterThread {
         requests: impl Iterator<Item = &'a [Operation]>,
         count: usize,
     ) -> Result<Vec<ApplyAnswers>, StoreFailure> {
+        let mut writer = self.open()?;
+        // Each error below drops the transaction, which rolls it back.
+        let BegunTransaction {
+            transaction,
+            now,
+            longest_window: longest,
+        } = writer.begin()?;
         let OpenWriter {
-            file,
             config,
-            clock,
             recent,
             sweep,
-        } = self.open()?;
+            ..
+        } = writer;
         let working = config.failure(FailureStage::Working);
-        // Each error below drops the transaction, which rolls it back.
-        let transaction = file.begin().map_err(&working)?;
-        file.check(config)?;
-        // The clock is read while the write lock is held, so that no row was written later, unless
-        // the clock jumped back.
-        let longest = windows::longest(&transaction).map_err(&working)?;
-        if let Some(longest) = longest {
-            clock.drop_jumps_before(longest);
-        }
-        let now = clock.now();
-        recent.synchronize(&transaction).map_err(&working)?;
         let mut rows = MarkerTable::new(&transaction, recent, now).map_err(&working)?;
         let mut answers = Vec::new();
         let mut window = Duration::ZERO;
@@ -246,6 +258,32 @@ impl WriterThread {
         fault::point("sqlite.commit.after");
         sweep.advance(range);
         Ok(answers)
+    }
+
+    fn look_up(&mut self, claims: &[Operation]) -> Result<ApplyAnswers, StoreFailure> {
+        self.read(|file, recent, now| {
+            let mut rows = MarkerTable::new(file, recent, now)?;
+            claims.iter().map(|claim| rows.look_up(claim)).collect()
+        })
+    }
+
+    /// Begins a transaction of an inbox, and executes it until it has ended.
+    fn execute_transaction(&mut self, request: Box<BeginRequest>) -> ConnectionReuse {
+        let BeginRequest {
+            claim,
+            longest_run,
+            reply,
+        } = *request;
+        let begin = |writer| InboxTransaction::begin(writer, &claim, longest_run);
+        let (state, begun) = match self.open().and_then(begin) {
+            Ok((transaction, Verdict::Granted(_))) => return transaction.execute(reply),
+            Ok((transaction, verdict)) => {
+                (transaction.roll_back(), Ok(BeginResult::Recorded(verdict)))
+            }
+            Err(failure) => (ConnectionReuse::Refused, Err(failure)),
+        };
+        let _ = reply.send(begun); // fails if the caller has stopped waiting
+        state
     }
 
     pub(crate) fn read_marker(&mut self, key: &Key) -> Result<Marker, StoreFailure> {
@@ -319,7 +357,10 @@ impl WriterThread {
             .scan(&file.connection, IDLE_ROWS, now)
             .map_err(&working)?;
         if range.expired > 0 || !recent.is_empty() {
-            let transaction = file.begin().map_err(&working)?;
+            // Requests must not wait for this.
+            let Some(transaction) = file.begin_unless_locked(config).map_err(&working)? else {
+                return Ok(());
+            };
             file.check(config)?;
             recent.synchronize(&transaction).map_err(&working)?;
             recent.merge(&transaction, IDLE_ROWS).map_err(&working)?;
@@ -364,12 +405,46 @@ impl WriterThread {
 }
 
 /// The fields of a [`WriterThread`] whose database is open.
-struct OpenWriter<'writer> {
-    file: &'writer OpenDatabase,
-    config: &'writer FileConfig,
+pub(crate) struct OpenWriter<'writer> {
+    pub(crate) file: &'writer OpenDatabase,
+    pub(crate) config: &'writer FileConfig,
     clock: &'writer mut WallClock,
-    recent: &'writer mut RecentMarkers,
-    sweep: &'writer mut ExpirySweep,
+    pub(crate) recent: &'writer mut RecentMarkers,
+    pub(crate) sweep: &'writer mut ExpirySweep,
+}
+
+/// A transaction that has the write lock.
+pub(crate) struct BegunTransaction<'writer> {
+    pub(crate) transaction: Transaction<'writer>,
+    pub(crate) now: ClockReading,
+    /// In milliseconds; `None` before the first write to the file.
+    pub(crate) longest_window: Option<i64>,
+}
+
+impl<'writer> OpenWriter<'writer> {
+    /// Begins a transaction, checks the file, and reads the clock and what other processes have
+    /// written.
+    ///
+    /// # Errors
+    /// Nothing was changed.
+    pub(crate) fn begin(&mut self) -> Result<BegunTransaction<'writer>, StoreFailure> {
+        let working = self.config.failure(FailureStage::Working);
+        let transaction = self.file.begin().map_err(&working)?;
+        self.file.check(self.config)?;
+        // The clock is read while the write lock is held, so that no row was written later, unless
+        // the clock jumped back.
+        let longest_window = windows::longest(&transaction).map_err(&working)?;
+        if let Some(longest) = longest_window {
+            self.clock.drop_jumps_before(longest);
+        }
+        let now = self.clock.now();
+        self.recent.synchronize(&transaction).map_err(&working)?;
+        Ok(BegunTransaction {
+            transaction,
+            now,
+            longest_window,
+        })
+    }
 }
 
 #[cfg(test)]
@@ -388,6 +463,7 @@ mod tests {
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
             merge: MergeLimits::default(),
+            shares_database: false,
         };
         let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
         let terms = Terms {
@@ -436,7 +512,9 @@ mod tests {
         let file = rusqlite::Connection::open(directory.path().join("markers.db"))
             .expect("the database opens");
         let keys: u32 = file
-            .query_row("SELECT count(*) FROM markers", [], |row| row.get(0))
+            .query_row("SELECT count(*) FROM oncegate_markers", [], |row| {
+                row.get(0)
+            })
             .expect("the query returns a count");
         assert_eq!(keys, 2);
     }
@@ -450,22 +528,25 @@ mod tests {
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
             merge: MergeLimits::default(),
+            shares_database: false,
         });
         writer.open().expect("a new database opens");
         let other = rusqlite::Connection::open(path).expect("the database opens");
         other
             .execute(
-                "INSERT INTO merged_markers (key, expires, state) VALUES ('old', 1, 0)",
+                "INSERT INTO oncegate_merged_markers (key, expires, state) VALUES ('old', 1, 0)",
                 [],
             )
             .expect("the statement succeeds");
-        for (version, left) in [(3, 1), (2, 0)] {
+        for (version, left) in [(4, 1), (3, 0)] {
             other
-                .pragma_update(None, "user_version", version)
+                .execute("UPDATE oncegate_schema SET version = ?1", [version])
                 .expect("the statement succeeds");
             writer.idle();
             let rows: u32 = other
-                .query_row("SELECT count(*) FROM markers", [], |row| row.get(0))
+                .query_row("SELECT count(*) FROM oncegate_markers", [], |row| {
+                    row.get(0)
+                })
                 .expect("the query returns a count");
             assert_eq!(rows, left, "of version {version}");
         }
@@ -483,6 +564,7 @@ mod tests {
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
             merge: MergeLimits::default(),
+            shares_database: false,
         };
         let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
         let operation_on = |id: &str, kind, token, window| {
@@ -536,13 +618,13 @@ mod tests {
             };
             let rows = other()
                 .execute(
-                    "UPDATE merged_markers SET expires = (unixepoch() - 60) * 1000 WHERE key LIKE ?1",
+                    "UPDATE oncegate_merged_markers SET expires = (unixepoch() - 60) * 1000 WHERE key LIKE ?1",
                     [&own_keys],
                 )
                 .expect("the statement succeeds");
             assert_eq!(rows, 4);
             let left = || -> u32 {
-                let count = "SELECT count(*) FROM markers WHERE key LIKE ?1";
+                let count = "SELECT count(*) FROM oncegate_markers WHERE key LIKE ?1";
                 other()
                     .query_row(count, [&own_keys], |row| row.get(0))
                     .expect("the query returns a count")
@@ -601,6 +683,7 @@ mod tests {
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
             merge: MergeLimits::default(),
+            shares_database: false,
         });
         let mut answers = Vec::new();
         repeat_after_panic(&mut writer, |writer| {

@@ -22,85 +22,85 @@ type Row = (&'static str, &'static str, &'static str, &'static str);
 const ROWS: &[Row] = &[
     (
         "an expired marker",
-        "UPDATE merged_markers SET state = 0, expires = 1, guarantee = NULL",
+        "UPDATE oncegate_merged_markers SET state = 0, expires = 1, guarantee = NULL",
         "granted",
         "`completed`",
     ),
     (
         "an unknown state",
-        "UPDATE merged_markers SET state = 9",
+        "UPDATE oncegate_merged_markers SET state = 9",
         FOREIGN,
         DELETE,
     ),
     (
         "in progress without a token",
-        "UPDATE merged_markers SET token = NULL",
+        "UPDATE oncegate_merged_markers SET token = NULL",
         FOREIGN,
         DELETE,
     ),
     (
         "a truncated token",
-        "UPDATE merged_markers SET token = x'0102'",
+        "UPDATE oncegate_merged_markers SET token = x'0102'",
         FOREIGN,
         DELETE,
     ),
     (
         "no lease",
-        "UPDATE merged_markers SET lease = NULL",
+        "UPDATE oncegate_merged_markers SET lease = NULL",
         FOREIGN,
         DELETE,
     ),
     (
         "a negative lease",
-        "UPDATE merged_markers SET lease = -1",
+        "UPDATE oncegate_merged_markers SET lease = -1",
         FOREIGN,
         DELETE,
     ),
     (
         "no attempt",
-        "UPDATE merged_markers SET attempt = NULL",
+        "UPDATE oncegate_merged_markers SET attempt = NULL",
         FOREIGN,
         DELETE,
     ),
     (
         "an attempt beyond 32 bits",
-        "UPDATE merged_markers SET attempt = 4294967296",
+        "UPDATE oncegate_merged_markers SET attempt = 4294967296",
         FOREIGN,
         DELETE,
     ),
     (
         "no base of the attempts",
-        "UPDATE merged_markers SET base = NULL",
+        "UPDATE oncegate_merged_markers SET base = NULL",
         FOREIGN,
         DELETE,
     ),
     (
         "a negative number of crashes",
-        "UPDATE merged_markers SET crashes = -1",
+        "UPDATE oncegate_merged_markers SET crashes = -1",
         FOREIGN,
         DELETE,
     ),
     (
         "an unknown effect",
-        "UPDATE merged_markers SET effect = 9",
+        "UPDATE oncegate_merged_markers SET effect = 9",
         FOREIGN,
         DELETE,
     ),
     (
         "an unknown guarantee",
-        "UPDATE merged_markers SET guarantee = 9",
+        "UPDATE oncegate_merged_markers SET guarantee = 9",
         FOREIGN,
         DELETE,
     ),
     (
         "a negative fingerprint",
-        "UPDATE merged_markers SET fingerprint = -1",
+        "UPDATE oncegate_merged_markers SET fingerprint = -1",
         FOREIGN,
         DELETE,
     ),
     (
         "the table of a newer release",
-        "PRAGMA user_version = 3",
+        "UPDATE oncegate_schema SET version = 4",
         "refused: newer release",
         NEWER,
     ),
@@ -174,7 +174,7 @@ async fn a_marker(made: &str, claimed: Operation) -> Directory {
 /// The row in the table.
 fn dump(directory: &Directory) -> String {
     let shown = "SELECT quote(expires) || quote(state) || quote(fingerprint) || quote(attempt) || quote(base) || quote(crashes) || quote(effect) || quote(token) || quote(lease)
-        || quote(horizon) || quote(guarantee) FROM markers";
+        || quote(horizon) || quote(guarantee) FROM oncegate_markers";
     directory
         .raw()
         .query_row(shown, [], |row| row.get(0))

@@ -56,14 +56,14 @@ async fn all_markers_except_expired_ones_are_listed_by_pages() {
     directory
         .raw()
         .execute(
-            "UPDATE merged_markers SET expires = 1 WHERE key = 'id-3'",
+            "UPDATE oncegate_merged_markers SET expires = 1 WHERE key = 'id-3'",
             [],
         )
         .expect("written");
     directory
         .raw()
         .execute(
-            "UPDATE merged_markers SET state = 99 WHERE key = 'id-5'",
+            "UPDATE oncegate_merged_markers SET state = 99 WHERE key = 'id-5'",
             [],
         )
         .expect("written");

@@ -32,14 +32,14 @@ impl AgingStore for File {
     async fn set_time_left(&self, key: &Key, left: Duration) {
         let expires = now() + i64::try_from(left.as_millis()).expect("years");
         let raw = self.raw.lock().expect("no panic");
-        let update = "UPDATE merged_markers SET expires = ?2 WHERE key = ?1";
+        let update = "UPDATE oncegate_merged_markers SET expires = ?2 WHERE key = ?1";
         raw.execute(update, (key.as_str(), expires))
             .expect("it is there");
     }
 
     async fn time_left(&self, key: &Key) -> Option<Duration> {
         let raw = self.raw.lock().expect("no panic");
-        let select = "SELECT expires FROM markers WHERE key = ?1";
+        let select = "SELECT expires FROM oncegate_markers WHERE key = ?1";
         let expires = raw.query_row(select, [key.as_str()], |row| row.get::<_, i64>(0));
         let left = expires.optional().expect("a number")? - now();
         let left = u64::try_from(left).ok().filter(|left| *left > 0);

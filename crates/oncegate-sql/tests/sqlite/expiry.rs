@@ -14,7 +14,7 @@ const IDLE_ROWS: usize = 500;
 
 /// The number of expired rows that are left; no live row may be deleted.
 fn left(raw: &Connection) -> usize {
-    let counts = "SELECT count(*) FILTER (WHERE key LIKE 'old-%'), count(*) FILTER (WHERE key LIKE 'live-%') FROM markers";
+    let counts = "SELECT count(*) FILTER (WHERE key LIKE 'old-%'), count(*) FILTER (WHERE key LIKE 'live-%') FROM oncegate_markers";
     let (old, live): (u32, u32) = raw
         .query_row(counts, [], |row| Ok((row.get(0)?, row.get(1)?)))
         .expect("numbers");
@@ -34,7 +34,7 @@ async fn expired(directory: &Directory, store: &dyn Store) -> Connection {
     verdicts(store, &operations).await;
     let raw = directory.raw();
     raw.execute(
-        "UPDATE merged_markers SET expires = 1 WHERE key > 'old'",
+        "UPDATE oncegate_merged_markers SET expires = 1 WHERE key > 'old'",
         [],
     )
     .expect("written");

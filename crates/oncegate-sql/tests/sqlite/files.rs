@@ -101,15 +101,20 @@ async fn a_file_of_another_program_is_not_changed() {
         .expect("written");
     drop(raw);
 
-    let [older, newer] = [("older.db", 1), ("newer.db", 3)].map(|(name, version)| {
+    let [older, newer] = [
+        (
+            "older.db",
+            "CREATE TABLE of_another_version (key TEXT); PRAGMA application_id = 0x6f6e6365; PRAGMA user_version = 1",
+        ),
+        (
+            "newer.db",
+            "CREATE TABLE oncegate_schema (version INTEGER); INSERT INTO oncegate_schema VALUES (4)",
+        ),
+    ]
+    .map(|(name, content)| {
         let file = directory.path().join(name);
         let raw = Connection::open(&file).expect("it opens");
-        raw.execute_batch("CREATE TABLE of_another_version (key TEXT)")
-            .expect("written");
-        raw.pragma_update(None, "application_id", i32::from_be_bytes(*b"once"))
-            .expect("written");
-        raw.pragma_update(None, "user_version", version)
-            .expect("written");
+        raw.execute_batch(content).expect("written");
         file
     });
 
@@ -117,7 +122,7 @@ async fn a_file_of_another_program_is_not_changed() {
         (&text, ["is not a SQLite database", "use another file"]),
         (&other, ["belongs to another program", "a separate file"]),
         (&older, ["older release (version 1", "use a new file"]),
-        (&newer, ["newer release (version 3", "upgrade oncegate"]),
+        (&newer, ["newer release (version 4", "upgrade oncegate"]),
     ] {
         let before = std::fs::read(file).expect("it is there");
         let line = refused(file).await;
@@ -142,7 +147,7 @@ async fn a_file_without_the_windows_table_is_accepted() {
         .expect("granted");
     directory
         .raw()
-        .execute_batch("DROP TABLE windows")
+        .execute_batch("DROP TABLE oncegate_windows")
         .expect("written");
     let verdict = apply_one(&directory.store(), claim("a", 2))
         .await
@@ -150,7 +155,9 @@ async fn a_file_without_the_windows_table_is_accepted() {
     assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
     let longest: i64 = directory
         .raw()
-        .query_row("SELECT max(longest) FROM windows", [], |row| row.get(0))
+        .query_row("SELECT max(longest) FROM oncegate_windows", [], |row| {
+            row.get(0)
+        })
         .expect("a number");
     assert_eq!(longest, 600_000);
 }
@@ -162,7 +169,7 @@ async fn a_newer_schema_stops_an_older_release() {
     apply_one(&store, claim("a", 1)).await.expect("granted");
     directory
         .raw()
-        .pragma_update(None, "user_version", 3)
+        .execute_batch("UPDATE oncegate_schema SET version = 4")
         .expect("written");
     let stopped = apply_one(&store, claim("b", 1))
         .await
@@ -313,15 +320,18 @@ async fn an_unreadable_row_does_not_affect_the_others() {
     )
     .await;
     let raw = directory.raw();
-    raw.execute("UPDATE merged_markers SET state = 9 WHERE key = 'a'", [])
-        .expect("written");
     raw.execute(
-        "UPDATE merged_markers SET token = x'00' WHERE key = 'b'",
+        "UPDATE oncegate_merged_markers SET state = 9 WHERE key = 'a'",
         [],
     )
     .expect("written");
     raw.execute(
-        "UPDATE merged_markers SET fingerprint = -1 WHERE key = 'c'",
+        "UPDATE oncegate_merged_markers SET token = x'00' WHERE key = 'b'",
+        [],
+    )
+    .expect("written");
+    raw.execute(
+        "UPDATE oncegate_merged_markers SET fingerprint = -1 WHERE key = 'c'",
         [],
     )
     .expect("written");
@@ -352,9 +362,11 @@ async fn an_unreadable_row_does_not_affect_the_others() {
         "{answers:?}"
     );
     let state: u32 = raw
-        .query_row("SELECT state FROM markers WHERE key = 'a'", [], |row| {
-            row.get(0)
-        })
+        .query_row(
+            "SELECT state FROM oncegate_markers WHERE key = 'a'",
+            [],
+            |row| row.get(0),
+        )
         .expect("it is there");
     assert_eq!(state, 9);
 }

@@ -7,6 +7,7 @@ mod crash;
 mod differential;
 mod expiry;
 mod files;
+mod inbox;
 mod laws;
 mod sharing;
 mod support;

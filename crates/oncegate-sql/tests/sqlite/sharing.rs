@@ -89,9 +89,11 @@ async fn concurrent_writers_lose_nothing() {
     }
     let done: u32 = directory
         .raw()
-        .query_row("SELECT count(*) FROM markers WHERE state = 0", [], |row| {
-            row.get(0)
-        })
+        .query_row(
+            "SELECT count(*) FROM oncegate_markers WHERE state = 0",
+            [],
+            |row| row.get(0),
+        )
         .expect("a number");
     assert_eq!(done, 4 * 20 * 50);
 }
