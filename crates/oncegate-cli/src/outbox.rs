@@ -3,9 +3,7 @@
 
 use clap::{Args, Subcommand};
 
-use crate::CliContext;
 use crate::destination::bulk::ConfirmArgs;
-use crate::error::CliError;
 
 #[derive(Subcommand)]
 pub(crate) enum OutboxCommand {
@@ -51,8 +49,14 @@ pub(crate) struct OutboxChangeArgs {
 }
 
 #[cfg(not(feature = "postgres"))]
-pub(crate) async fn run(_: &CliContext, _: OutboxCommand) -> Result<(), CliError> {
-    Err(CliError::feature_missing("PostgreSQL", "postgres"))
+pub(crate) async fn run(
+    _: &crate::CliContext,
+    _: OutboxCommand,
+) -> Result<(), crate::error::CliError> {
+    Err(crate::error::CliError::feature_missing(
+        "PostgreSQL",
+        "postgres",
+    ))
 }
 
 #[cfg(feature = "postgres")]
