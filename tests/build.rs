@@ -5,17 +5,18 @@ use std::path::{Path, PathBuf};
 
 /// The samples that run until a signal. `stop` is tried as it is, by the tests of its package. The test
 /// `readme` of the facade checks that none is left out.
-const SAMPLES: [&str; 6] = [
+const SAMPLES: [&str; 7] = [
     "oncegate/examples/coming_from.rs",
     "oncegate/examples/kafka.rs",
     "oncegate/examples/rabbitmq.rs",
     "oncegate/examples/trial.rs",
     "oncegate-admin/examples/admin.rs",
     "oncegate-postgres/examples/ledger.rs",
+    "oncegate-postgres/examples/outbox.rs",
 ];
 
 /// What is replaced, and the expression that takes its place.
-const REPLACED: [(&str, &str); 16] = [
+const REPLACED: [(&str, &str); 17] = [
     (
         r#".brokers("localhost:9092")"#,
         r#".brokers(crate::variable("ONCEGATE_KAFKA")).create_topics(crate::ONE_BROKER)"#,
@@ -35,6 +36,10 @@ const REPLACED: [(&str, &str); 16] = [
     (
         r#"RabbitMq::queue("transfers")"#,
         r#"RabbitMq::queue(crate::variable("NAME"))"#,
+    ),
+    (
+        r#"Outgoing::to("ledger.booked")"#,
+        r#"Outgoing::to(crate::variable("NAME") + ".booked")"#,
     ),
     // Its handler returns at once: in the copy it can be interrupted.
     (

@@ -21,6 +21,7 @@ mod explain;
 mod in_doubt;
 mod marker;
 mod marker_store;
+mod outbox;
 mod output;
 mod plan;
 mod show_config;
@@ -89,6 +90,9 @@ enum CliCommand {
     /// List and resolve messages whose effect is unknown
     #[command(subcommand)]
     InDoubt(in_doubt::InDoubtCommand),
+    /// List, retry and drop messages of the outbox in PostgreSQL
+    #[command(subcommand)]
+    Outbox(outbox::OutboxCommand),
     /// Check servers and settings, and suggest fixes
     Doctor(doctor::DoctorArgs),
     /// Show the actions of operators
@@ -219,6 +223,7 @@ async fn run(arguments: CliArgs) -> Result<(), CliError> {
         CliCommand::Marker(command) => marker::run(&context, command).await,
         CliCommand::DeadLetters(command) => dead_letters::run(&context, command).await,
         CliCommand::InDoubt(command) => in_doubt::run(&context, command).await,
+        CliCommand::Outbox(command) => outbox::run(&context, command).await,
         CliCommand::Doctor(arguments) => doctor::run(&context, arguments).await,
         CliCommand::Audit(command) => audit::run(&context, command).await,
         CliCommand::Store(command) => store::run(&context, command).await,

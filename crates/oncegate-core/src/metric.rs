@@ -175,18 +175,14 @@ pub const METRICS: &[Metric] = &[
     Metric::gauge(
         OUTBOX_OLDEST_AGE_SECONDS,
         &[],
-        "Age of the oldest message in the outbox that is neither sent nor parked, in the process that publishes",
+        "Age of the oldest unsent message of the outbox; 0 in processes whose relay waits",
     ),
     Metric::gauge(
         OUTBOX_UNSENT,
         &[],
-        "Messages in the outbox that are neither sent nor parked, counted up to 100,000, in the process that publishes",
+        "Unsent messages of the outbox, counted up to 100,000, without parked ones",
     ),
-    Metric::gauge(
-        OUTBOX_PARKED,
-        &[],
-        "Messages in the outbox that a broker refused for good, in the process that publishes",
-    ),
+    Metric::gauge(OUTBOX_PARKED, &[], "Parked messages of the outbox"),
     Metric::counter(
         OUTBOX_PUBLISHED,
         &[],
@@ -195,11 +191,11 @@ pub const METRICS: &[Metric] = &[
     Metric::counter(
         OUTBOX_FAILED,
         &[],
-        "Attempts to publish a message of the outbox without a confirm; each is repeated",
+        "Attempts to publish a message of the outbox without a confirm",
     ),
     Metric::counter(
         OUTBOX_REFUSED,
         &[],
-        "Messages of the outbox that a broker refused for good; each is parked",
+        "Messages of the outbox that a broker refused: they are parked",
     ),
 ];

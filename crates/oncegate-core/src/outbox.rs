@@ -366,17 +366,17 @@ pub trait Publisher: Send + Sync + 'static {
     /// be published.
     ///
     /// # Errors
-    /// [`PublishError`] says whether another attempt may succeed. The future must end: it has a
+    /// [`NotPublished`] says whether another attempt may succeed. The future must end: it has a
     /// timeout of its own.
     fn publish(
         &self,
         message: &OutboxMessage,
-    ) -> impl Future<Output = Result<(), PublishError>> + Send;
+    ) -> impl Future<Output = Result<(), NotPublished>> + Send;
 }
 
 /// Why a message was not published.
 #[derive(Debug, thiserror::Error)]
-pub enum PublishError {
+pub enum NotPublished {
     /// No attempt to publish this message can succeed, for example because it is too large: the
     /// relay parks it.
     #[error("refused: {0}")]

@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::internal::{Backoff, LogThrottle};
 use crate::metric;
 use crate::outbox::{
-    Outbox, OutboxLevel, OutboxMessage, OutboxRow, OutboxSession, PublishError, Publisher,
+    NotPublished, Outbox, OutboxLevel, OutboxMessage, OutboxRow, OutboxSession, Publisher,
 };
 use crate::store::StoreError;
 use queue::{OutboxRequest, RelayQueue};
@@ -233,7 +233,7 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
         &self,
         number: i64,
         message: &OutboxMessage,
-        result: Result<(), PublishError>,
+        result: Result<(), NotPublished>,
         pause: Option<Duration>,
         failures: &mut FailureLog,
     ) {
@@ -241,14 +241,14 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
         let destination = message.described_destination();
         match result {
             Ok(()) => counter!(metric::OUTBOX_PUBLISHED).increment(1),
-            Err(PublishError::Refused(error)) => {
+            Err(NotPublished::Refused(error)) => {
                 counter!(metric::OUTBOX_REFUSED).increment(1);
                 tracing::error!(
                     destination, id, number, publisher, %error,
-                    "message of the outbox refused by the broker; it is parked, and later messages of its key wait; change what the error names and retry the row, or drop it"
+                    "message of the outbox refused by the broker; it is parked, and later messages of its key wait; change what the error names, then `oncegate outbox retry` or `drop`"
                 );
             }
-            Err(PublishError::NotConfirmed(error)) => {
+            Err(NotPublished::NotConfirmed(error)) => {
                 counter!(metric::OUTBOX_FAILED).increment(1);
                 if let Some(suppressed_lines) = failures.due(&destination) {
                     tracing::warn!(

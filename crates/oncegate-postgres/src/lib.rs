@@ -25,5 +25,5 @@ mod url_parameters;
 pub use browse::PostgresBrowse;
 pub use inbox::{PostgresInbox, PostgresTransaction};
 pub use metric::POSTGRES_METRICS;
-pub use outbox::{PostgresOutbox, PostgresOutboxSession};
+pub use outbox::{ListedMessage, OutboxFilter, PostgresOutbox, PostgresOutboxSession};
 pub use store::Postgres;

@@ -351,3 +351,109 @@ fn decode(row: &PgRow) -> Result<OutboxMessage, sqlx::Error> {
         serde_json::from_str(row.try_get(5)?).map_err(|error| sqlx::Error::Decode(error.into()))?;
     Ok(message)
 }
+
+/// The columns of [`ListedMessage`].
+const LIST: &str = "
+SELECT number, id, exchange, destination, floor(extract(epoch FROM created) * 1000)::int8, octet_length(body)::int8, error
+FROM oncegate_outbox
+WHERE ($1 OR error IS NOT NULL) AND ($2::text IS NULL OR destination = $2) AND ($3::int8[] IS NULL OR number = ANY ($3))
+ORDER BY number LIMIT $4";
+
+/// Which messages of the outbox a command is for. The default is all parked ones.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OutboxFilter {
+    /// Also messages that are not parked.
+    pub unsent: bool,
+    /// Only this queue, topic or routing key.
+    pub destination: Option<String>,
+    /// Only these rows; empty for all.
+    pub numbers: Vec<i64>,
+}
+
+/// A message of the outbox, without its content.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ListedMessage {
+    /// The number of the row.
+    pub number: i64,
+    /// The id.
+    pub id: String,
+    /// The RabbitMQ exchange; empty for the default exchange, and for Kafka.
+    pub exchange: String,
+    /// The queue, topic or routing key.
+    pub destination: String,
+    /// When it was sent, in milliseconds since 1970, by the server's clock.
+    pub created_ms: u64,
+    /// The size of the body.
+    pub bytes: u64,
+    /// Why the broker refused it; `None` if it is not parked.
+    pub error: Option<String>,
+}
+
+/// For operators.
+impl Postgres {
+    /// The first messages of the outbox that this filter selects, in the order of their rows.
+    ///
+    /// # Errors
+    /// As for [`Store::apply`](oncegate_core::Store::apply).
+    pub async fn list_outbox(
+        &self,
+        filter: &OutboxFilter,
+        limit: usize,
+    ) -> Result<Vec<ListedMessage>, StoreError> {
+        let numbers = (!filter.numbers.is_empty()).then_some(&filter.numbers);
+        let list = query(LIST)
+            .bind(filter.unsent)
+            .bind(&filter.destination)
+            .bind(numbers)
+            .bind(i64::try_from(limit).unwrap_or(i64::MAX));
+        let read = async |connection: &mut PgConnection| {
+            let rows = list.fetch_all(connection).await?;
+            rows.iter().map(listed).collect()
+        };
+        let listed = self.connections().read(self.timeout_setting(), read);
+        Ok(listed.await?)
+    }
+
+    /// Lets the relay publish a parked message again. Returns whether the row was parked.
+    ///
+    /// # Errors
+    /// As for [`Store::apply`](oncegate_core::Store::apply).
+    pub async fn retry_outbox(&self, number: i64) -> Result<bool, StoreError> {
+        self.change_outbox(
+            "UPDATE oncegate_outbox SET error = NULL WHERE number = $1 AND error IS NOT NULL",
+            number,
+        )
+        .await
+    }
+
+    /// Deletes a message. If it is not parked, a relay may be publishing it. Returns whether the
+    /// row existed.
+    ///
+    /// # Errors
+    /// As for [`Store::apply`](oncegate_core::Store::apply).
+    pub async fn drop_outbox(&self, number: i64) -> Result<bool, StoreError> {
+        self.change_outbox("DELETE FROM oncegate_outbox WHERE number = $1", number)
+            .await
+    }
+
+    async fn change_outbox(&self, sql: &'static str, number: i64) -> Result<bool, StoreError> {
+        let change =
+            async |connection: &mut PgConnection| query(sql).bind(number).execute(connection).await;
+        let (timeout, stage) = (self.timeout_setting(), StatementStage::Executing);
+        let changed = self.connections().request(timeout, stage, change).await?;
+        Ok(changed.rows_affected() > 0)
+    }
+}
+
+fn listed(row: &PgRow) -> Result<ListedMessage, sqlx::Error> {
+    Ok(ListedMessage {
+        number: row.try_get(0)?,
+        id: row.try_get(1)?,
+        exchange: row.try_get(2)?,
+        destination: row.try_get(3)?,
+        created_ms: row.try_get::<i64, _>(4)?.unsigned_abs(),
+        bytes: row.try_get::<i64, _>(5)?.unsigned_abs(),
+        error: row.try_get(6)?,
+    })
+}

@@ -128,10 +128,6 @@ fn the_code_and_the_book_agree_that_did_not_happen_includes_the_current_attempt(
             "an attempt up to and including `cx.attempt()`",
         ),
         (
-            "docs/src/guarantee.md",
-            "an attempt up to and including `cx.attempt()`",
-        ),
-        (
             "crates/oncegate-core/src/handler.rs",
             "*and that no attempt up to and including `cx.attempt()` can have one later*",
         ),

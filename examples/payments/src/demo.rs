@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 use crate::charge::Charge;
 use crate::provider::Provider;
 use crate::report::{Report, deliveries};
-use crate::traffic::{Broker, Outgoing, messages};
+use crate::traffic::{Broker, DemoMessage, messages};
 use crate::{BrokerKind, Cli, Result, WITH_INBOX};
 
 const WORKERS: usize = 4;
@@ -127,7 +127,7 @@ async fn run_configured(cli: &Cli, config: Config, run_dir: &Path) -> Result<Rep
 
 struct Demo<'a> {
     cli: &'a Cli,
-    messages: &'a [Outgoing],
+    messages: &'a [DemoMessage],
     broker: Broker,
     config: Config,
     provider: Provider,

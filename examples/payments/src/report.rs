@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::process::ExitCode;
 
-use crate::traffic::{MALFORMED, Outgoing};
+use crate::traffic::{DemoMessage, MALFORMED};
 
 const LEDGER: &str = "payments, by the provider's ledger";
 
@@ -26,13 +26,13 @@ impl Report {
     pub(crate) fn of(
         charges: &HashMap<String, i64>,
         metrics: &str,
-        messages: &[Outgoing],
+        messages: &[DemoMessage],
         rejected: &Rejected,
     ) -> Self {
         let in_doubt: HashSet<&String> = rejected.in_doubt.iter().collect();
         let dead: HashSet<&String> = rejected.dead_letters.iter().collect();
         let (mut lost, mut wrong) = (HashSet::new(), Vec::new());
-        for Outgoing { id, .. } in messages {
+        for DemoMessage { id, .. } in messages {
             let (is_dead, is_charged) = (dead.contains(id), charges.contains_key(id));
             let is_valid = !id.starts_with(MALFORMED);
             if is_valid && is_dead {
@@ -99,7 +99,7 @@ pub(crate) fn deliveries(metrics: &str, outcome: &str) -> i64 {
 
 #[test]
 fn a_second_charge_and_a_lost_payment_are_counted() {
-    let message = |id: &str| Outgoing {
+    let message = |id: &str| DemoMessage {
         id: id.to_owned(),
         body: String::new(),
     };

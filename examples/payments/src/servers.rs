@@ -22,13 +22,13 @@ use tracing::{Span, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 use crate::Result;
-use crate::traffic::{ID_HEADER, Outgoing, text};
+use crate::traffic::{DemoMessage, ID_HEADER, text};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The span of a message until it is confirmed, and its headers: the id, and the trace context that
 /// the worker's spans refer to, if traces are exported.
-fn sending(message: &Outgoing) -> (Span, HashMap<String, String>) {
+fn sending(message: &DemoMessage) -> (Span, HashMap<String, String>) {
     let id = message.id.as_str();
     let span = info_span!(parent: None, "payments.send", id, otel.kind = "producer");
     let mut headers = HashMap::from([(ID_HEADER.to_owned(), id.to_owned())]);
@@ -62,7 +62,7 @@ impl Topic {
         })
     }
 
-    pub(crate) async fn send(&self, message: &Outgoing) -> Result<()> {
+    pub(crate) async fn send(&self, message: &DemoMessage) -> Result<()> {
         let (_span, headers) = sending(message);
         let headers = headers.iter().map(|(key, value)| (key, Some(value)));
         let headers = headers.map(|(key, value)| Header { key, value });
@@ -116,7 +116,7 @@ impl Queue {
 
     /// Sends a message; repeats it if RabbitMQ returns or refuses it, as it does until a worker has
     /// declared the queue and the queue has a leader.
-    pub(crate) async fn send(&self, message: &Outgoing) -> Result<()> {
+    pub(crate) async fn send(&self, message: &DemoMessage) -> Result<()> {
         let (started, (_span, headers)) = (Instant::now(), sending(message));
         let mut table = FieldTable::default();
         for (key, value) in headers {

@@ -23,14 +23,14 @@ pub(crate) struct Payment {
     pub(crate) amount: u32,
 }
 
-pub(crate) struct Outgoing {
+pub(crate) struct DemoMessage {
     pub(crate) id: String,
     pub(crate) body: String,
 }
 
 /// The messages of this many payments. About 10% are sent twice, half of these in immediate
 /// succession; a malformed message is added for about 1%.
-pub(crate) fn messages(payments: usize, prefix: &str, seed: u64) -> Vec<Outgoing> {
+pub(crate) fn messages(payments: usize, prefix: &str, seed: u64) -> Vec<DemoMessage> {
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut positioned = Vec::new();
     for place in 0..payments {
@@ -38,7 +38,7 @@ pub(crate) fn messages(payments: usize, prefix: &str, seed: u64) -> Vec<Outgoing
         let card = format!("card-{:04}", rng.u16(0..10_000));
         let payment = Payment { id, card, amount };
         let body = serde_json::to_string(&payment).expect("text and numbers are JSON");
-        let mut add_message = |place, id, body| positioned.push((place, Outgoing { id, body }));
+        let mut add_message = |place, id, body| positioned.push((place, DemoMessage { id, body }));
         if rng.u8(0..100) == 0 {
             let id = MALFORMED.to_owned() + &payment.id;
             add_message(place, id, body[..body.len() / 2].to_owned());
@@ -63,7 +63,7 @@ pub(crate) enum Broker {
 
 impl Broker {
     /// Sends messages, and waits until the broker has confirmed all.
-    pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<()> {
+    pub(crate) async fn send(&self, messages: &[DemoMessage]) -> Result<()> {
         let sent = messages.iter().map(async |message| match self {
             Self::Memory(broker) => {
                 let body = Message::new(message.body.clone());

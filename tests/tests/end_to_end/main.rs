@@ -8,6 +8,7 @@
 
 mod bad_input;
 mod broker;
+mod chain;
 mod crashes;
 mod duplicates;
 mod failures;

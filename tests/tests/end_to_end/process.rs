@@ -17,9 +17,9 @@ pub(crate) struct ConsumerProcess {
 }
 
 impl ConsumerProcess {
-    pub(crate) fn start(arguments: &[String], log: PathBuf) -> Self {
+    pub(crate) fn start(program: &str, arguments: &[String], log: PathBuf) -> Self {
         let file = File::create(&log).expect("a log");
-        let mut command = Command::new(env!("CARGO_BIN_EXE_consumer"));
+        let mut command = Command::new(program);
         command
             .args(arguments)
             .stdin(Stdio::null())

@@ -14,10 +14,28 @@ use crate::world::World;
 /// Messages that one run cannot handle before the signal.
 const MESSAGES: usize = 3_000;
 
-/// The account has the name of the world; each message adds a cent.
 #[tokio::test(flavor = "multi_thread")]
 async fn ledger() {
+    let world = books_each_message_once("ledger").await;
+    world.broker.remove(&format!("{}.booked", world.name)).await;
+    world.broker.remove(&world.name).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn outbox() {
+    let world = books_each_message_once("outbox").await;
+    let booked = format!("{}.booked", world.name);
+    let left = world.broker.left(&booked).await;
+    assert_eq!(left, MESSAGES as u64, "each booking is published once");
+    world.broker.remove(&booked).await;
+    world.broker.remove(&world.name).await;
+}
+
+/// The account has the name of the world; each message adds a cent. The second run ends once the
+/// outbox has no message of this world.
+async fn books_each_message_once(sample_name: &str) -> World {
     let world = World::new(Broker::RabbitMq).await;
+    world.broker.create(&format!("{}.booked", world.name)).await;
     let database = oncegate_testkit::postgres_url().unwrap_or_else(|missing| panic!("{missing}"));
     let pool = sqlx::PgPool::connect(&database).await.expect("PostgreSQL");
     sqlx::query("CREATE TABLE IF NOT EXISTS accounts (account TEXT PRIMARY KEY, cents BIGINT)")
@@ -39,9 +57,16 @@ async fn ledger() {
             .await
             .expect("the account")
     };
+    let unsent = async || -> i64 {
+        sqlx::query_scalar("SELECT count(*) FROM oncegate_outbox WHERE destination = $1")
+            .bind(format!("{}.booked", world.name))
+            .fetch_one(&pool)
+            .await
+            .expect("a count")
+    };
     let all = i64::try_from(MESSAGES).expect("a small number");
     for at_least in [all / 10, all] {
-        let mut program = sample("ledger", Broker::RabbitMq, &world.name)
+        let mut program = sample(sample_name, Broker::RabbitMq, &world.name)
             .env("ONCEGATE_POSTGRES", &database)
             .spawn()
             .expect("the program of the samples");
@@ -49,20 +74,21 @@ async fn ledger() {
             .until(&format!("{at_least} cents"), async || {
                 let status = program.try_wait().expect("it was started here");
                 assert_eq!(status, None, "it ended");
-                balance().await >= at_least
+                balance().await >= at_least && (at_least < all || unsent().await == 0)
             })
             .await;
         if at_least < all {
             assert!(balance().await < all, "it handled all before the signal");
         }
-        tokio::task::spawn_blocking(move || terminate("ledger", &mut program))
+        let name = sample_name.to_owned();
+        tokio::task::spawn_blocking(move || terminate(&name, &mut program))
             .await
             .expect("it ends");
     }
     assert_eq!(balance().await, all, "each message is handled once");
     assert_eq!(world.dead_letters().await, []);
     assert_eq!(world.in_doubt().await, []);
-    world.broker.remove(&world.name).await;
+    world
 }
 
 /// Whether the sample skips ids that an earlier run handled.

@@ -94,6 +94,23 @@ impl World {
             .with("guarantee", guarantee)
     }
 
+    /// Starts a service with inbox and outbox in this database, which sends to `to`.
+    pub(crate) fn start_service(&self, database: &str, to: Option<&str>) -> ConsumerProcess {
+        let mut settings = ConsumerArguments {
+            world: self,
+            arguments: Vec::new(),
+        };
+        if let Some(to) = to {
+            settings = settings.with("to", to);
+        }
+        settings
+            .with("broker", self.broker.name())
+            .with("url", self.broker.url())
+            .with("from", &self.name)
+            .with("database", database)
+            .start_program(env!("CARGO_BIN_EXE_service"))
+    }
+
     fn entries(&self) -> Vec<Entry> {
         diary::read(&self.directory.path().join("diary"))
     }
@@ -294,10 +311,12 @@ impl ConsumerArguments<'_> {
     }
 
     pub(crate) fn start(self) -> ConsumerProcess {
+        self.start_program(env!("CARGO_BIN_EXE_consumer"))
+    }
+
+    fn start_program(self, program: &str) -> ConsumerProcess {
         let number = self.world.started.fetch_add(1, Ordering::Relaxed);
-        ConsumerProcess::start(
-            &self.arguments,
-            self.world.directory.path().join(format!("{number}.log")),
-        )
+        let log = self.world.directory.path().join(format!("{number}.log"));
+        ConsumerProcess::start(program, &self.arguments, log)
     }
 }

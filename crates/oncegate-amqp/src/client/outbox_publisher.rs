@@ -13,7 +13,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Confirmation, Connection};
 use oncegate_core::internal::Lock;
 use oncegate_core::outbox::{
-    CONTENT_TYPE_HEADER, KEY_HEADER, OutboxMessage, PublishError, Publisher,
+    CONTENT_TYPE_HEADER, KEY_HEADER, NotPublished, OutboxMessage, Publisher,
 };
 use oncegate_core::source::SourceError;
 use oncegate_core::store::BoxError;
@@ -122,11 +122,11 @@ impl RabbitMqPublisher {
         self.idle.lock().pop()
     }
 
-    async fn publish_once(&self, message: &OutboxMessage) -> Result<(), PublishError> {
+    async fn publish_once(&self, message: &OutboxMessage) -> Result<(), NotPublished> {
         let connection = self
             .connection()
             .await
-            .map_err(PublishError::NotConfirmed)?;
+            .map_err(NotPublished::NotConfirmed)?;
         if connection.status().blocked() {
             return Err(not_confirmed(
                 "RabbitMQ blocks publishing because of a resource alarm; free memory or disk space on the broker",
@@ -138,7 +138,7 @@ impl RabbitMqPublisher {
             max_header_frame(connection.configuration().frame_max()),
         );
         if size > limit {
-            return Err(PublishError::Refused(
+            return Err(NotPublished::Refused(
                 format!("the headers have {size} bytes, more than the {limit} that fit into a frame; raise frame_max in rabbitmq.conf and in the URL").into(),
             ));
         }
@@ -163,7 +163,7 @@ impl Publisher for RabbitMqPublisher {
         self.connector().map(drop)
     }
 
-    async fn publish(&self, message: &OutboxMessage) -> Result<(), PublishError> {
+    async fn publish(&self, message: &OutboxMessage) -> Result<(), NotPublished> {
         let published = tokio::time::timeout(CONFIRM_TIMEOUT, self.publish_once(message)).await;
         published.unwrap_or_else(|_| {
             let text = format!("no publisher confirm within {CONFIRM_TIMEOUT:?}");
@@ -185,7 +185,7 @@ async fn publish_on(
     channel: &Channel,
     message: &OutboxMessage,
     properties: BasicProperties,
-) -> (ChannelUse, Result<(), PublishError>) {
+) -> (ChannelUse, Result<(), NotPublished>) {
     let options = BasicPublishOptions {
         mandatory: true,
         ..BasicPublishOptions::default()
@@ -223,21 +223,21 @@ async fn publish_on(
 
 /// The error of a channel that was closed by the only message on it. With `PRECONDITION_FAILED`,
 /// that message can never be published.
-fn failed(error: lapin::Error) -> PublishError {
+fn failed(error: lapin::Error) -> NotPublished {
     match reply_code(&error) {
-        Some(code::PRECONDITION_FAILED) => PublishError::Refused(
+        Some(code::PRECONDITION_FAILED) => NotPublished::Refused(
             format!("{error}; raise max_message_size in rabbitmq.conf").into(),
         ),
         Some(code::NOT_FOUND) => not_confirmed(&format!("{error}; create the exchange")),
         Some(code::ACCESS_REFUSED) => not_confirmed(&format!(
             "{error}; grant the user the write permission on the exchange (amq.default for queues)"
         )),
-        _ => PublishError::NotConfirmed(error.into()),
+        _ => NotPublished::NotConfirmed(error.into()),
     }
 }
 
-fn not_confirmed(text: &str) -> PublishError {
-    PublishError::NotConfirmed(text.into())
+fn not_confirmed(text: &str) -> NotPublished {
+    NotPublished::NotConfirmed(text.into())
 }
 
 fn properties(message: &OutboxMessage) -> BasicProperties {

@@ -8,7 +8,7 @@ use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptio
 use lapin::types::FieldTable;
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqPublisher};
 use oncegate_core::IdSource;
-use oncegate_core::outbox::{OutboxMessage, PublishError, Publisher};
+use oncegate_core::outbox::{NotPublished, OutboxMessage, Publisher};
 use oncegate_testkit::servers::{RabbitOptions, RabbitServer};
 
 use crate::fixture::*;
@@ -29,9 +29,9 @@ async fn declare(fixture: &QueueFixture) {
     declared.await.expect("a queue");
 }
 
-fn not_confirmed(result: Result<(), PublishError>) -> String {
+fn not_confirmed(result: Result<(), NotPublished>) -> String {
     match result {
-        Err(PublishError::NotConfirmed(error)) => error.to_string(),
+        Err(NotPublished::NotConfirmed(error)) => error.to_string(),
         other => panic!("{other:?}"),
     }
 }
@@ -145,7 +145,7 @@ async fn a_message_that_is_too_large_is_refused_and_a_lost_connection_is_replace
     let results = join_all(messages.iter().map(|message| publisher.publish(message))).await;
     let [refused, second, third] = results.try_into().expect("three results");
     assert!(
-        matches!(refused, Err(PublishError::Refused(_))),
+        matches!(refused, Err(NotPublished::Refused(_))),
         "{refused:?}"
     );
     second.and(third).expect("confirmed");
@@ -154,7 +154,7 @@ async fn a_message_that_is_too_large_is_refused_and_a_lost_connection_is_replace
     headers.headers = vec![("h".into(), "v".repeat(200_000))];
     let refused = publisher.publish(&headers).await;
     assert!(
-        matches!(refused, Err(PublishError::Refused(_))),
+        matches!(refused, Err(NotPublished::Refused(_))),
         "{refused:?}"
     );
 

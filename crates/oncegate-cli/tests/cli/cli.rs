@@ -97,6 +97,14 @@ impl TestCli {
         Self::on(directory, TestDatabase::Postgres(url))
     }
 
+    /// The URL of the database of [`on_postgres`](Self::on_postgres).
+    pub(crate) fn postgres_url(&self) -> &str {
+        match &self.database {
+            Some(TestDatabase::Postgres(url)) => url,
+            _ => panic!("not on PostgreSQL"),
+        }
+    }
+
     fn on(directory: tempfile::TempDir, database: TestDatabase) -> Self {
         let cli = Self {
             directory,

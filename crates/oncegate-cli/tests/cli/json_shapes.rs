@@ -39,7 +39,7 @@ fn keys(what: &str) -> [BTreeSet<&'static str>; 2] {
 }
 
 #[track_caller]
-fn assert_shape(value: &Value, what: &str) {
+pub(crate) fn assert_shape(value: &Value, what: &str) {
     let [required, optional] = keys(what);
     let has: BTreeSet<&str> = value
         .as_object()

@@ -3,6 +3,7 @@
 use oncegate::marker::{Attempts, OperationKind, Verdict};
 
 use crate::cli::{TestCli, terms};
+use crate::json_shapes::assert_shape;
 use crate::markers::write_one_marker_per_state;
 use crate::sqlite::{assert_explain_and_resolve_work, assert_markers_are_shown_and_listed};
 
@@ -102,4 +103,84 @@ async fn changes_apply_to_consumers_and_are_audited_in_the_database() {
     assert_eq!(actions(&["audit"]), Some(2));
     assert_eq!(actions(&["audit", "--who", "ann"]), Some(1));
     assert_eq!(actions(&["audit", "--id", "left"]), Some(1));
+}
+
+/// A row of the outbox, as a transaction writes it; with an error, parked.
+async fn insert(pool: &sqlx::PgPool, destination: &str, error: Option<&str>) -> i64 {
+    sqlx::query_scalar(
+        "INSERT INTO oncegate_outbox (id, exchange, destination, headers, body, error) VALUES ('t-1/1', '', $1, '[]', 'secret', $2)
+        RETURNING number",
+    )
+    .bind(destination)
+    .bind(error)
+    .fetch_one(pool)
+    .await
+    .expect("a row")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_of_the_outbox_are_listed_retried_and_dropped_with_an_audit() {
+    let cli = migrated().await;
+    let pool = sqlx::PgPool::connect(cli.postgres_url())
+        .await
+        .expect("PostgreSQL");
+    let parked = insert(&pool, "booked", Some("too large")).await;
+    let other = insert(&pool, "booked", Some("too large")).await;
+    let unsent = insert(&pool, "missing", None).await;
+
+    let listed = cli.json(&["outbox", "list"]);
+    let numbers = |value: &serde_json::Value| -> Vec<Option<i64>> {
+        let messages = value["messages"].as_array().expect("messages");
+        messages.iter().map(|it| it["number"].as_i64()).collect()
+    };
+    assert_eq!(numbers(&listed), [Some(parked), Some(other)]);
+    assert_eq!(listed["messages"][0]["error"], "too large");
+    assert!(!listed.to_string().contains("secret"), "{listed}");
+    assert_shape(&listed, "`outbox list`");
+    assert_shape(&listed["messages"][0], "an entry of the outbox");
+    let preview = cli.json(&["outbox", "drop", "--all", "--dry-run"]);
+    assert_shape(&preview, "`outbox retry`, `drop`");
+    let listed = cli.json(&["outbox", "list", "--unsent", "--limit", "2"]);
+    assert_eq!((numbers(&listed).len(), &listed["all"]), (2, &false.into()));
+
+    cli.run(&["outbox", "retry", "--yes"]).exits_with(2);
+    let number = parked.to_string();
+    cli.run(&["outbox", "retry", "--number", &number])
+        .exits_with(4)
+        .prints("1 would be unsent");
+    cli.run(&[
+        "outbox", "retry", "--number", &number, "--yes", "--as", "ann",
+    ])
+    .exits_with(0)
+    .prints("1 messages are unsent now");
+    assert_eq!(numbers(&cli.json(&["outbox", "list"])), [Some(other)]);
+    cli.run(&["outbox", "drop", "--destination", "missing", "--yes"])
+        .exits_with(0)
+        .prints("0 messages are dropped now");
+    let drop = [
+        "outbox",
+        "drop",
+        "--destination",
+        "missing",
+        "--unsent",
+        "--yes",
+    ];
+    cli.run(&drop)
+        .exits_with(0)
+        .prints("1 messages are dropped now");
+    cli.run(&["outbox", "drop", "--all", "--yes"]).exits_with(0);
+    let left: Vec<i64> = sqlx::query_scalar("SELECT number FROM oncegate_outbox")
+        .fetch_all(&pool)
+        .await
+        .expect("rows");
+    assert_eq!(left, [parked], "not {unsent}");
+    let actions = |arguments: &[&str]| cli.json(arguments).as_array().map(Vec::len);
+    assert_eq!(actions(&["audit", "--id", "t-1/1"]), Some(3));
+    assert_eq!(actions(&["audit", "--who", "ann"]), Some(1));
+
+    let sqlite = TestCli::on_sqlite();
+    sqlite
+        .run(&["outbox", "list"])
+        .exits_with(2)
+        .prints("the outbox is in PostgreSQL");
 }

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use crate::internal::Backoff;
-use crate::outbox::{OutboxMessage, OutboxRow, PublishError, UnsentQuery};
+use crate::outbox::{NotPublished, OutboxMessage, OutboxRow, UnsentQuery};
 
 /// The maximum number of rows in memory that can be published.
 const MAX_ROWS: usize = 512;
@@ -144,7 +144,7 @@ impl RelayQueue {
     pub(crate) fn published(
         &mut self,
         number: i64,
-        result: &Result<(), PublishError>,
+        result: &Result<(), NotPublished>,
         now: Instant,
     ) -> Option<Duration> {
         let row = self.rows.get_mut(&number)?;
@@ -157,10 +157,10 @@ impl RelayQueue {
                 self.confirmed.push(number);
                 self.advance_key(number);
             }
-            Err(PublishError::Refused(error)) => {
+            Err(NotPublished::Refused(error)) => {
                 self.refused.push_back((number, error.to_string()))
             }
-            Err(PublishError::NotConfirmed(_)) => return Some(self.fail(number, at, now)),
+            Err(NotPublished::NotConfirmed(_)) => return Some(self.fail(number, at, now)),
         }
         if is_probe {
             self.failing.remove(&at);

@@ -20,12 +20,12 @@ fn begun(queue: &mut RelayQueue, now: Instant) -> Vec<i64> {
     std::iter::from_fn(|| queue.begin(now).map(|(number, _)| number)).collect()
 }
 
-fn refused() -> Result<(), PublishError> {
-    Err(PublishError::Refused("too large".into()))
+fn refused() -> Result<(), NotPublished> {
+    Err(NotPublished::Refused("too large".into()))
 }
 
-fn not_confirmed() -> Result<(), PublishError> {
-    Err(PublishError::NotConfirmed("no route".into()))
+fn not_confirmed() -> Result<(), NotPublished> {
+    Err(NotPublished::NotConfirmed("no route".into()))
 }
 
 /// Executes the requests that are due, except reads; returns them.
@@ -225,7 +225,7 @@ async fn in_any_history_the_order_of_each_key_holds_and_no_message_is_lost() {
                     1 | 2 if has_failures => not_confirmed(),
                     _ => Ok(()),
                 };
-                failures += u32::from(matches!(result, Err(PublishError::NotConfirmed(_))));
+                failures += u32::from(matches!(result, Err(NotPublished::NotConfirmed(_))));
                 if let (Ok(()), Some(key)) = (&result, ordered_key(&message)) {
                     published.insert(key, number);
                 }

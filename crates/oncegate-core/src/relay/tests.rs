@@ -153,13 +153,13 @@ impl Publisher for FakePublisher {
         Ok(())
     }
 
-    async fn publish(&self, message: &OutboxMessage) -> Result<(), PublishError> {
+    async fn publish(&self, message: &OutboxMessage) -> Result<(), NotPublished> {
         self.0.begun.fetch_add(1, Ordering::Relaxed);
         if message.destination == "too-small" {
-            return Err(PublishError::Refused("too large".into()));
+            return Err(NotPublished::Refused("too large".into()));
         }
         if message.destination == "missing" {
-            return Err(PublishError::NotConfirmed("no route".into()));
+            return Err(NotPublished::NotConfirmed("no route".into()));
         }
         let thawed = self.0.thawed.notified();
         self.0.published.lock().push(message.id.clone());

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use oncegate_core::SourceError;
-use oncegate_core::outbox::{ID_HEADER, OutboxMessage, PublishError, Publisher};
+use oncegate_core::outbox::{ID_HEADER, NotPublished, OutboxMessage, Publisher};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::FutureRecord;
@@ -85,15 +85,15 @@ impl Publisher for KafkaPublisher {
         self.producers().map(drop)
     }
 
-    async fn publish(&self, message: &OutboxMessage) -> Result<(), PublishError> {
+    async fn publish(&self, message: &OutboxMessage) -> Result<(), NotPublished> {
         if !message.exchange.is_empty() {
-            return Err(PublishError::Refused(
+            return Err(NotPublished::Refused(
                 "the message names a RabbitMQ exchange, which Kafka does not have".into(),
             ));
         }
         let producers = self
             .producers()
-            .map_err(|error| PublishError::NotConfirmed(error.into()))?;
+            .map_err(|error| NotPublished::NotConfirmed(error.into()))?;
         let result = match producers.batches.send(record(message)).await {
             Err(KafkaError::MessageProduction(code)) if is_rejection(code) => {
                 producers.singles.send(record(message)).await
@@ -102,9 +102,9 @@ impl Publisher for KafkaPublisher {
         };
         result.map_err(|error| match error {
             KafkaError::MessageProduction(code) if is_refusal(code) => {
-                PublishError::Refused(error.into())
+                NotPublished::Refused(error.into())
             }
-            error => PublishError::NotConfirmed(error.into()),
+            error => NotPublished::NotConfirmed(error.into()),
         })
     }
 }

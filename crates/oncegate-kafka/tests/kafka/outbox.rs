@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use futures_util::future::join_all;
 use oncegate_core::IdSource;
-use oncegate_core::outbox::{OutboxMessage, PublishError, Publisher};
+use oncegate_core::outbox::{NotPublished, OutboxMessage, Publisher};
 use oncegate_kafka::Kafka;
 
 use crate::fixture::*;
@@ -43,7 +43,7 @@ async fn a_message_for_a_missing_topic_is_not_confirmed_until_the_topic_exists()
     let (early_result, present) =
         tokio::join!(publisher.publish(&early), publisher.publish(&present));
     present.expect("confirmed");
-    let Err(PublishError::NotConfirmed(_)) = early_result else {
+    let Err(NotPublished::NotConfirmed(_)) = early_result else {
         panic!("{early_result:?}")
     };
     assert!(!topic.exists(&missing), "the publisher creates no topic");
@@ -86,7 +86,7 @@ async fn a_message_that_can_never_be_written_is_refused_and_others_are_confirmed
     }
     for result in refused {
         assert!(
-            matches!(result, Err(PublishError::Refused(_))),
+            matches!(result, Err(NotPublished::Refused(_))),
             "{result:?}"
         );
     }

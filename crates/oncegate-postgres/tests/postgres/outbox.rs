@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::outbox::{
-    Outbox, OutboxMessage, OutboxSession, Outgoing, PublishError, Publisher, UnsentQuery,
+    NotPublished, Outbox, OutboxMessage, OutboxSession, Outgoing, Publisher, UnsentQuery,
 };
 use oncegate_core::{
     Consumer, Context, Failure, FailureExt, IdSource, MemoryBroker, Message, Relay, SourceError,
@@ -328,7 +328,7 @@ impl Publisher for Recorder {
         Ok(())
     }
 
-    async fn publish(&self, message: &OutboxMessage) -> Result<(), PublishError> {
+    async fn publish(&self, message: &OutboxMessage) -> Result<(), NotPublished> {
         let thawed = self.0.thawed.notified();
         self.0
             .published

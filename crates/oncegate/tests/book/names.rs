@@ -41,7 +41,9 @@ const SHARED: &[(&str, &[&str])] = &[
     ),
     (
         "each example is a program of its own",
-        &["Charge", "Payment", "Print", "Shelf", "Stock"],
+        &[
+            "Book", "Charge", "Payment", "Print", "Shelf", "Stock", "Transfer",
+        ],
     ),
     (
         "what a run has counted: in the test kit, the chaos runs and the demo",

@@ -1,0 +1,299 @@
+//! `oncegate outbox`: lists, retries and drops messages of the outbox in PostgreSQL. Each change is
+//! recorded in the audit before and after it.
+
+use clap::{Args, Subcommand};
+
+use crate::destination::bulk::ConfirmArgs;
+
+#[derive(Subcommand)]
+pub(crate) enum OutboxCommand {
+    /// List parked messages, which a broker has refused
+    List(OutboxListArgs),
+    /// Let the relay publish parked messages again
+    Retry(OutboxChangeArgs),
+    /// Delete messages without publishing them
+    Drop(OutboxChangeArgs),
+}
+
+#[derive(Args)]
+pub(crate) struct OutboxSelection {
+    /// Only this row; may be repeated
+    #[arg(long = "number", value_name = "NUMBER")]
+    numbers: Vec<i64>,
+    /// Only messages for this queue, topic or routing key
+    #[arg(long, value_name = "NAME")]
+    destination: Option<String>,
+    /// Also messages that are not parked: they wait for the relay
+    #[arg(long)]
+    unsent: bool,
+    /// Maximum number of messages
+    #[arg(long, default_value_t = 100)]
+    limit: usize,
+}
+
+#[derive(Args)]
+pub(crate) struct OutboxListArgs {
+    #[command(flatten)]
+    selection: OutboxSelection,
+}
+
+#[derive(Args)]
+pub(crate) struct OutboxChangeArgs {
+    #[command(flatten)]
+    selection: OutboxSelection,
+    /// Select every parked message, if no other option selects any
+    #[arg(long)]
+    all: bool,
+    #[command(flatten)]
+    confirm: ConfirmArgs,
+}
+
+#[cfg(not(feature = "postgres"))]
+pub(crate) async fn run(
+    _: &crate::CliContext,
+    _: OutboxCommand,
+) -> Result<(), crate::error::CliError> {
+    Err(crate::error::CliError::feature_missing(
+        "PostgreSQL",
+        "postgres",
+    ))
+}
+
+#[cfg(feature = "postgres")]
+pub(crate) use on_postgres::run;
+
+#[cfg(feature = "postgres")]
+mod on_postgres {
+    use oncegate_config::StoreKind;
+    use oncegate_postgres::{ListedMessage, OutboxFilter, Postgres};
+    use serde::Serialize;
+
+    use super::{OutboxChangeArgs, OutboxCommand, OutboxSelection};
+    use crate::CliContext;
+    use crate::audit::{Audit, PlannedAction};
+    use crate::error::CliError;
+    use crate::marker_store::REPLY_TIMEOUT;
+    use crate::output::{TextTable, utc_text};
+
+    pub(crate) async fn run(context: &CliContext, command: OutboxCommand) -> Result<(), CliError> {
+        context.check_configured()?;
+        let postgres = match context.config.store_kind()? {
+            Some(StoreKind::Postgres) => context.config.postgres(Some(REPLY_TIMEOUT))?,
+            _ => {
+                return Err(CliError::usage(
+                    "the outbox is in PostgreSQL: set store.url to its database",
+                ));
+            }
+        };
+        match command {
+            OutboxCommand::List(list) => self::list(context, &postgres, &list.selection).await,
+            OutboxCommand::Retry(change) => {
+                self::change(context, &postgres, OutboxChange::Retry, change).await
+            }
+            OutboxCommand::Drop(change) => {
+                self::change(context, &postgres, OutboxChange::Drop, change).await
+            }
+        }
+    }
+
+    #[derive(Clone, Copy)]
+    enum OutboxChange {
+        Retry,
+        Drop,
+    }
+
+    impl OutboxChange {
+        fn what(self) -> &'static str {
+            match self {
+                Self::Retry => "outbox retry",
+                Self::Drop => "outbox drop",
+            }
+        }
+
+        /// The state of a message after the change.
+        fn after(self) -> &'static str {
+            match self {
+                Self::Retry => "unsent",
+                Self::Drop => "dropped",
+            }
+        }
+    }
+
+    /// A message as JSON.
+    #[derive(Serialize)]
+    struct OutboxEntry<'a> {
+        number: i64,
+        id: &'a str,
+        exchange: &'a str,
+        destination: &'a str,
+        state: &'static str,
+        sent_at_ms: u64,
+        bytes: u64,
+        error: Option<&'a str>,
+    }
+
+    impl<'a> OutboxEntry<'a> {
+        fn of(message: &'a ListedMessage) -> Self {
+            Self {
+                number: message.number,
+                id: &message.id,
+                exchange: &message.exchange,
+                destination: &message.destination,
+                state: state(message),
+                sent_at_ms: message.created_ms,
+                bytes: message.bytes,
+                error: message.error.as_deref(),
+            }
+        }
+    }
+
+    fn state(message: &ListedMessage) -> &'static str {
+        match message.error {
+            Some(_) => "parked",
+            None => "unsent",
+        }
+    }
+
+    /// The selected messages, and whether they are all.
+    async fn selected(
+        postgres: &Postgres,
+        selection: &OutboxSelection,
+    ) -> Result<(Vec<ListedMessage>, bool), CliError> {
+        let filter = OutboxFilter {
+            unsent: selection.unsent || !selection.numbers.is_empty(),
+            destination: selection.destination.clone(),
+            numbers: selection.numbers.clone(),
+        };
+        let limit = selection.limit.saturating_add(1);
+        let mut messages = postgres.list_outbox(&filter, limit).await?;
+        let all = messages.len() <= selection.limit;
+        messages.truncate(selection.limit);
+        Ok((messages, all))
+    }
+
+    fn table(messages: &[ListedMessage]) -> TextTable {
+        let mut table = TextTable::new(&["number", "id", "destination", "state", "sent", "error"]);
+        for message in messages {
+            let destination = match message.exchange.as_str() {
+                "" => message.destination.clone(),
+                exchange => format!("{exchange}/{}", message.destination),
+            };
+            table.row([
+                message.number.to_string(),
+                message.id.clone(),
+                destination,
+                state(message).to_owned(),
+                utc_text(message.created_ms),
+                message.error.clone().unwrap_or_default(),
+            ]);
+        }
+        table
+    }
+
+    fn entries(messages: &[ListedMessage]) -> Vec<OutboxEntry<'_>> {
+        messages.iter().map(OutboxEntry::of).collect()
+    }
+
+    fn more(all: bool) -> &'static str {
+        if all {
+            ""
+        } else {
+            "\nThere are more: raise --limit."
+        }
+    }
+
+    async fn list(
+        context: &CliContext,
+        postgres: &Postgres,
+        selection: &OutboxSelection,
+    ) -> Result<(), CliError> {
+        let (messages, all) = selected(postgres, selection).await?;
+        let json = serde_json::json!({ "messages": entries(&messages), "all": all });
+        let text = format!("{}{} shown.{}", table(&messages), messages.len(), more(all));
+        context.format.print(&json, text)
+    }
+
+    /// Shows the change, or applies it with `--yes`, one audited action for each message.
+    async fn change(
+        context: &CliContext,
+        postgres: &Postgres,
+        change: OutboxChange,
+        arguments: OutboxChangeArgs,
+    ) -> Result<(), CliError> {
+        let OutboxChangeArgs {
+            selection,
+            all: every,
+            confirm,
+        } = arguments;
+        if selection.numbers.is_empty() && selection.destination.is_none() && !every {
+            return Err(CliError::usage(
+                "select messages with --number, --destination or --all",
+            ));
+        }
+        let (mut messages, all) = selected(postgres, &selection).await?;
+        if let OutboxChange::Retry = change {
+            messages.retain(|message| message.error.is_some()); // the relay publishes the others
+        }
+        let what = change.what();
+        let report = |changed: bool, done: usize, messages: &[ListedMessage]| {
+            serde_json::json!({
+                "action": what, "changed": changed, "done": done, "messages": entries(messages), "all": all,
+            })
+        };
+        if !confirm.yes {
+            let text = format!(
+                "{}{what}: {} would be {}.{}",
+                table(&messages),
+                messages.len(),
+                change.after(),
+                more(all)
+            );
+            context.format.print(&report(false, 0, &messages), text)?;
+            return if confirm.dry_run {
+                Ok(())
+            } else {
+                Err(CliError::not_confirmed())
+            };
+        }
+        let audit = Audit::of(context)?;
+        let mut done = 0;
+        for message in &messages {
+            let action = PlannedAction {
+                what,
+                id: Some(message.id.clone()),
+                handle: None,
+                location: None,
+                before: format!("{} in row {}", state(message), message.number),
+                after: change.after().to_owned(),
+                attempt: None,
+            };
+            let pending = audit.begin(action, confirm.why.as_deref()).await?;
+            let changed = match change {
+                OutboxChange::Retry => postgres.retry_outbox(message.number).await,
+                OutboxChange::Drop => postgres.drop_outbox(message.number).await,
+            };
+            let changed = match changed {
+                Ok(true) => Ok(()),
+                Ok(false) => Err(CliError::incomplete(format!(
+                    "row {} changed since it was read; nothing was done to it; run the command again",
+                    message.number
+                ))),
+                Err(error) => Err(error.into()),
+            };
+            if let Err(failure) = changed {
+                audit.failed(pending, &failure).await?;
+                return Err(failure);
+            }
+            audit.done(pending).await?;
+            done += 1;
+        }
+        let text = format!(
+            "{what}: {done} messages are {} now.{}",
+            change.after(),
+            more(all)
+        );
+        context
+            .format
+            .print(&report(done > 0, done, &messages), text)
+    }
+}
