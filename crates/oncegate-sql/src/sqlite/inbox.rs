@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use oncegate_core::inbox::{BeginResult, CommitError};
+use oncegate_core::inbox::{BatchTransaction, BeginResult, CommitError};
 use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::store::{APPLY_TIMEOUT, BoxError};
 use oncegate_core::{Inbox, Persistence, Store, StoreError};
@@ -229,17 +229,28 @@ impl Inbox for SqliteInbox {
         claim: &Operation,
         longest_run: Duration,
     ) -> Result<BeginResult<SqliteTransaction>, BoxError> {
-        let (claim, file) = (claim.clone(), self.writer.0.config.name());
+        let claims = std::slice::from_ref(claim);
+        let mut begun = self.begin_batch(claims, longest_run).await?;
+        match (begun.transaction, begun.recorded.pop().flatten()) {
+            (Some(transaction), _) => Ok(BeginResult::Transaction(transaction)),
+            (None, Some(verdict)) => Ok(BeginResult::Recorded(verdict)),
+            (None, None) => Err("the SQLite thread returned no verdict".into()),
+        }
+    }
+
+    async fn begin_batch(
+        &self,
+        claims: &[Operation],
+        longest_run: Duration,
+    ) -> Result<BatchTransaction<SqliteTransaction>, BoxError> {
+        let (claims, file) = (claims.to_vec(), self.writer.0.config.name());
         let (reply, begun) = oneshot::channel();
         let request = BeginRequest {
-            claim,
+            claims,
             longest_run,
             reply,
         };
-        let submitted = self
-            .writer
-            .0
-            .submit(WriterRequest::Begin(Box::new(request)));
+        let submitted = self.writer.0.submit(WriterRequest::Begin(request));
         submitted.map_err(StoreError::from)?;
         match tokio::time::timeout(LOCK_TIMEOUT, begun).await {
             Ok(Ok(begun)) => Ok(begun.map_err(StoreError::from)?),

@@ -4,7 +4,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use oncegate_core::StoreError;
-use oncegate_core::inbox::{BeginResult, CommitError};
+use oncegate_core::inbox::{BatchTransaction, CommitError};
 use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::store::BoxError;
 use rusqlite::{DropBehavior, ErrorCode, Transaction};
@@ -21,13 +21,17 @@ use super::writer_thread::{BegunTransaction, OpenWriter};
 /// faster than they are inserted.
 const ROWS_TO_SCAN: u32 = 4;
 
-/// A request for a transaction that records this claim.
+/// A request for a transaction that records these claims.
 #[derive(Debug)]
 pub(crate) struct BeginRequest {
-    pub(crate) claim: Operation,
+    pub(crate) claims: Vec<Operation>,
     pub(crate) longest_run: Duration,
-    pub(crate) reply: oneshot::Sender<Result<BeginResult<SqliteTransaction>, StoreFailure>>,
+    pub(crate) reply: BeginReply,
 }
+
+/// Receives the transaction, or the verdicts if no claim was granted.
+pub(crate) type BeginReply =
+    oneshot::Sender<Result<BatchTransaction<SqliteTransaction>, StoreFailure>>;
 
 /// A closure of the handler, which also sends its result to the caller.
 pub(crate) type HandlerCall = Box<dyn FnOnce(&mut Transaction<'_>) + Send>;
@@ -48,7 +52,7 @@ pub(crate) enum ConnectionReuse {
     Refused,
 }
 
-/// An open transaction that has recorded a message.
+/// An open transaction that has recorded messages.
 pub(crate) struct InboxTransaction<'writer> {
     transaction: Transaction<'writer>,
     now: ClockReading,
@@ -56,46 +60,58 @@ pub(crate) struct InboxTransaction<'writer> {
 }
 
 impl<'writer> InboxTransaction<'writer> {
-    /// Begins a transaction and records the message, if its claim is granted. Returns the verdict of
-    /// the claim, too.
+    /// Begins a transaction and records the messages whose claims are granted. Returns the verdicts
+    /// of the others, too.
     ///
     /// # Errors
     /// Nothing was changed.
     pub(crate) fn begin(
         mut writer: OpenWriter<'writer>,
-        claim: &Operation,
+        claims: &[Operation],
         longest_run: Duration,
-    ) -> Result<(Self, Verdict), StoreFailure> {
+    ) -> Result<(Self, Vec<Option<Verdict>>), StoreFailure> {
         writer.file.guard.reset();
         let BegunTransaction {
             transaction,
             now,
             longest_window,
         } = writer.begin()?;
-        let time_to_live = claim.terms.window.saturating_add(longest_run);
+        let window = claims.iter().map(|claim| claim.terms.window).max();
+        let time_to_live = window.unwrap_or_default().saturating_add(longest_run);
         let working = writer.config.failure(FailureStage::Working);
-        let verdict = MarkerTable::new(&transaction, writer.recent, now)
-            .and_then(|mut rows| rows.record(claim, time_to_live))
-            .map_err(&working)??;
+        let mut rows = MarkerTable::new(&transaction, writer.recent, now).map_err(&working)?;
+        let mut recorded = Vec::with_capacity(claims.len());
+        for claim in claims {
+            let verdict = rows.record(claim, time_to_live).map_err(&working)??;
+            recorded.push(match verdict {
+                Verdict::Granted(_) => None,
+                verdict => Some(verdict),
+            });
+        }
+        drop(rows);
         windows::record(&transaction, time_to_live, longest_window).map_err(&working)?;
         let begun = Self {
             transaction,
             now,
             writer,
         };
-        Ok((begun, verdict))
+        Ok((begun, recorded))
     }
 
     /// Hands the transaction to the caller, and executes its requests until the transaction has
     /// ended.
     pub(crate) fn execute(
         mut self,
-        reply: oneshot::Sender<Result<BeginResult<SqliteTransaction>, StoreFailure>>,
+        recorded: Vec<Option<Verdict>>,
+        reply: BeginReply,
     ) -> ConnectionReuse {
         let (sender, requests) = channel();
         let caller = SqliteTransaction::new(sender, self.transaction.get_interrupt_handle());
         // If the caller has stopped waiting, `caller` is dropped, and the first receive fails.
-        let _ = reply.send(Ok(BeginResult::Transaction(caller)));
+        let _ = reply.send(Ok(BatchTransaction {
+            transaction: Some(caller),
+            recorded,
+        }));
         loop {
             match requests.recv() {
                 Ok(TransactionRequest::Call(call)) => {

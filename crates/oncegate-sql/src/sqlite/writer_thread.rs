@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use oncegate_core::inbox::BeginResult;
+use oncegate_core::inbox::BatchTransaction;
 use oncegate_core::internal::fault;
 use oncegate_core::marker::{Marker, Operation, Verdict};
 use oncegate_core::{Key, Persistence};
@@ -46,7 +46,7 @@ pub(crate) enum WriterRequest {
         oneshot::Sender<Result<ApplyAnswers, StoreFailure>>,
     ),
     /// Begins a transaction of an inbox, and executes it until it has ended.
-    Begin(Box<BeginRequest>),
+    Begin(BeginRequest),
     /// Reads the marker of a key.
     ReadMarker(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
     /// Reads the marker of a key and its expiry.
@@ -268,17 +268,23 @@ impl WriterThread {
     }
 
     /// Begins a transaction of an inbox, and executes it until it has ended.
-    fn execute_transaction(&mut self, request: Box<BeginRequest>) -> ConnectionReuse {
+    fn execute_transaction(&mut self, request: BeginRequest) -> ConnectionReuse {
         let BeginRequest {
-            claim,
+            claims,
             longest_run,
             reply,
-        } = *request;
-        let begin = |writer| InboxTransaction::begin(writer, &claim, longest_run);
+        } = request;
+        let begin = |writer| InboxTransaction::begin(writer, &claims, longest_run);
         let (state, begun) = match self.open().and_then(begin) {
-            Ok((transaction, Verdict::Granted(_))) => return transaction.execute(reply),
-            Ok((transaction, verdict)) => {
-                (transaction.roll_back(), Ok(BeginResult::Recorded(verdict)))
+            Ok((transaction, recorded)) if recorded.contains(&None) => {
+                return transaction.execute(recorded, reply);
+            }
+            Ok((transaction, recorded)) => {
+                let begun = BatchTransaction {
+                    transaction: None,
+                    recorded,
+                };
+                (transaction.roll_back(), Ok(begun))
             }
             Err(failure) => (ConnectionReuse::Refused, Err(failure)),
         };

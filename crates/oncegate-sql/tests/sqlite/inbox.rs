@@ -11,8 +11,9 @@ use oncegate_core::inbox::{BeginResult, CommitError, InTransaction, InboxStore};
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::marker::{Guarantee, Marker, Operation, OperationKind, Verdict};
 use oncegate_core::{
-    Builder, Consumer, Context, Error, Failure, FailureExt, Fingerprints, IdSource, Inbox, Json,
-    MemoryBroker, MemorySource, Message, Persistence, TransactionalHandler,
+    BatchItem, BatchTransactionalHandler, Builder, Consumer, Context, Error, Failure, FailureExt,
+    Fingerprints, IdSource, Inbox, Json, MemoryBroker, MemorySource, Message, Persistence,
+    TransactionalHandler,
 };
 use oncegate_sql::{SqliteInbox, SqliteTransaction, Synchronous};
 use rusqlite::{Connection, Transaction};
@@ -204,6 +205,61 @@ async fn each_message_is_booked_once_and_copies_are_accepted() {
     let id = oncegate_core::MessageId::new("t-1").expect("an id");
     let marker = directory.store().read_marker(&scoped.key(&id)).await;
     assert_eq!(marker.expect("a marker"), Marker::Done(None));
+}
+
+/// Inserts a row for each message of a batch. Refuses a batch with a negative amount.
+#[derive(Clone, Default)]
+struct InsertsBatches(Arc<AtomicUsize>);
+
+impl BatchTransactionalHandler<SqliteInbox> for InsertsBatches {
+    type Payload = i64;
+
+    async fn handle(
+        &self,
+        batch: &[BatchItem<i64>],
+        transaction: &mut SqliteTransaction,
+    ) -> Result<(), Failure> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        let row = |item: &BatchItem<i64>| (item.context.id().to_owned(), item.payload);
+        let rows: Vec<(String, i64)> = batch.iter().map(row).collect();
+        let is_refused = rows.iter().any(|(_, cents)| *cents < 0);
+        let insert = move |sqlite: &mut Transaction<'_>| {
+            let mut insert = sqlite.prepare_cached(INSERT)?;
+            rows.into_iter()
+                .try_for_each(|row| insert.execute(row).map(drop))
+        };
+        transaction.call(insert).await.retry()?;
+        match is_refused {
+            true => Err("a closed account").reject(),
+            false => Ok(()),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn batches_book_each_message_once_and_a_refused_one_alone_is_a_dead_letter() {
+    let directory = Directory::new();
+    let raw = ledger(&directory);
+    let handler = InsertsBatches::default();
+    for _ in 0..2 {
+        let broker = broker((0..4_000).map(|it| it % 2_000));
+        broker.publish(Message::new("-1").with_message_id("refused"));
+        let consumer = Consumer::builder()
+            .source(broker.source())
+            .inbox(SqliteInbox::file(directory.file()))
+            .batch_transactional_handler(handler.clone())
+            .id(IdSource::message_id())
+            .run_until(broker.all_settled());
+        let consumed = tokio::time::timeout(90 * SECOND, consumer).await;
+        consumed.expect("it ends").expect("no error");
+        let dead = broker.dead_letters();
+        assert_eq!(dead.len(), 1);
+        assert_eq!(dead[0].reason, Reason::Refused);
+        assert_eq!(counts(&raw), (2_000, 2_000, 2_000));
+    }
+    // The messages of the batch with the refused one run one by one.
+    let runs = handler.0.load(Ordering::Relaxed);
+    assert!(runs < 1_200, "{runs} transactions");
 }
 
 #[tokio::test(flavor = "multi_thread")]
