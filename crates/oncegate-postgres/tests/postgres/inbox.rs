@@ -255,6 +255,36 @@ async fn a_message_that_always_fails_is_a_dead_letter_without_a_row() {
     }
 }
 
+/// A second ROLLBACK would be a warning in the log of the server, and in that of the program.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_run_that_fails_is_rolled_back_once() {
+    let logs = tempfile::tempdir().expect("a directory");
+    let all = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+    std::fs::set_permissions(logs.path(), all).expect("permissions");
+    let directory = logs.path().display().to_string();
+    let settings = [
+        ("logging_collector", "on"),
+        ("log_directory", directory.as_str()),
+        ("log_filename", "server.log"),
+    ];
+    let server = PostgresServer::start(&settings).expect("PostgreSQL");
+    let pool = pool_at(&new_schema_at(&server.url()).await).await;
+    for (id, first) in [Then::Fail, Then::Refuse, Then::HideAnError]
+        .into_iter()
+        .enumerate()
+    {
+        let broker = broker([id]);
+        consume(&broker, &pool, InsertsRows::new(first)).await;
+        assert_eq!(
+            broker.dead_letters().len(),
+            usize::from(first == Then::Refuse)
+        );
+    }
+    let log = std::fs::read_to_string(logs.path().join("server.log")).expect("a log");
+    assert!(log.contains("division by zero"), "it logs errors: {log}");
+    assert!(!log.contains("there is no transaction"), "{log}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_handler_that_ends_its_transaction_is_not_accepted() {
     // The rows that PostgreSQL has committed by then, and those of the next consumer.
