@@ -172,6 +172,11 @@ pub const METRICS: &[Metric] = &[
         &["outcome"],
         "Claims that only a Shadow granted, by the store's answer: accept (duplicate), wait (busy), doubt, conflict, reject, pause (no answer)",
     ),
+];
+
+/// The metrics of a [`Relay`](crate::Relay). If several run in one process, the counters are sums,
+/// and the gauges are those of one of them.
+pub const OUTBOX_METRICS: &[Metric] = &[
     Metric::gauge(
         OUTBOX_OLDEST_AGE_SECONDS,
         &[],

@@ -95,6 +95,14 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
     /// retried.
     pub async fn run_until(self, shutdown: impl Future<Output = ()> + Send) -> Result<(), Error> {
         self.publisher.preflight().await?;
+        LevelGauges.set(OutboxLevel::default());
+        for counter in [
+            metric::OUTBOX_PUBLISHED,
+            metric::OUTBOX_FAILED,
+            metric::OUTBOX_REFUSED,
+        ] {
+            counter!(counter).increment(0); // registers it, which is exported as 0
+        }
         let mut shutdown = pin!(shutdown.fuse());
         let mut throttle = LogThrottle::every(LOG_INTERVAL);
         let mut backoff = Backoff::default();

@@ -52,16 +52,30 @@ const LEAD: &str =
     "SELECT pg_try_advisory_lock(1702060386, to_regclass('oncegate_outbox')::oid::int4)";
 
 /// Rows in the order of their numbers, from all that are present. Numbers are committed in any
-/// order, so `number > <the last one>` would lose rows.
+/// order, so `number > <the last one>` would lose rows. The destinations are found one after the
+/// other in the index, so that the rows of a failing one, of which there may be millions, are not
+/// read.
 const READ: &str = "
-WITH unsent AS MATERIALIZED (
-    SELECT number, octet_length(body) AS size FROM oncegate_outbox AS o
-    WHERE error IS NULL AND number <> ALL ($1)
-        AND NOT EXISTS (SELECT FROM unnest($2::text[], $3::text[]) AS failing (exchange, destination)
-            WHERE failing.exchange = o.exchange AND failing.destination = o.destination)
-        AND NOT EXISTS (SELECT FROM oncegate_outbox AS parked WHERE parked.error IS NOT NULL AND parked.exchange = o.exchange
-            AND parked.destination = o.destination AND parked.key = o.key AND parked.number < o.number)
-    ORDER BY number LIMIT $4
+WITH RECURSIVE address AS (
+    (SELECT exchange, destination FROM oncegate_outbox WHERE error IS NULL ORDER BY exchange, destination LIMIT 1)
+    UNION ALL
+    SELECT next.exchange, next.destination FROM address CROSS JOIN LATERAL (
+        SELECT o.exchange, o.destination FROM oncegate_outbox AS o
+        WHERE o.error IS NULL AND (o.exchange, o.destination) > (address.exchange, address.destination)
+        ORDER BY o.exchange, o.destination LIMIT 1
+    ) AS next
+), open_address AS MATERIALIZED (
+    SELECT exchange, destination FROM address WHERE NOT EXISTS (
+        SELECT FROM unnest($2::text[], $3::text[]) AS failing (exchange, destination)
+        WHERE failing.exchange = address.exchange AND failing.destination = address.destination)
+), unsent AS MATERIALIZED (
+    SELECT u.number, u.size FROM open_address AS a CROSS JOIN LATERAL (
+        SELECT o.number, octet_length(o.body) AS size FROM oncegate_outbox AS o
+        WHERE o.error IS NULL AND o.exchange = a.exchange AND o.destination = a.destination AND o.number <> ALL ($1)
+            AND NOT EXISTS (SELECT FROM oncegate_outbox AS parked WHERE parked.error IS NOT NULL AND parked.exchange = o.exchange
+                AND parked.destination = o.destination AND parked.key = o.key AND parked.number < o.number)
+        ORDER BY o.number LIMIT $4
+    ) AS u ORDER BY u.number LIMIT $4
 )
 SELECT number, id, exchange, destination, key, headers, body
 FROM (SELECT number, sum(size) OVER (ORDER BY number) - size AS bytes_before FROM unsent) AS sized

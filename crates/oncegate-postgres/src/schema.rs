@@ -42,6 +42,7 @@ CREATE TABLE IF NOT EXISTS oncegate_outbox ( -- messages of committed transactio
     body        bytea NOT NULL,
     error       text -- why the broker refused the message for good: the row is parked
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+CREATE INDEX IF NOT EXISTS oncegate_outbox_unsent ON oncegate_outbox (exchange, destination, number) WHERE error IS NULL;
 CREATE INDEX IF NOT EXISTS oncegate_outbox_parked ON oncegate_outbox (exchange, destination, key) WHERE error IS NOT NULL"];
 
 /// Whether the tables exist, and their version.

@@ -1,10 +1,11 @@
 //! The metrics of the crates that this build includes.
 
-use oncegate_core::metric::{METRICS, Metric};
+use oncegate_core::metric::{METRICS, Metric, OUTBOX_METRICS};
 
 /// The metrics of the crates that this build includes, one list for each crate.
 const ALL: &[&[Metric]] = &[
     METRICS,
+    OUTBOX_METRICS,
     #[cfg(feature = "kafka")]
     oncegate_kafka::KAFKA_METRICS,
     #[cfg(feature = "rabbitmq")]

@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use bytes::Bytes;
+use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use tokio::sync::Notify;
 
 use super::*;
@@ -21,6 +22,8 @@ struct FakeRows {
     leader: AtomicU64,
     sessions: AtomicU64,
     is_misconfigured: AtomicBool,
+    /// Whether requests get no answer, as after a machine failed.
+    is_silent: AtomicBool,
 }
 
 struct FakeSession(Arc<FakeRows>, u64);
@@ -68,7 +71,10 @@ impl Outbox for FakeOutbox {
 }
 
 impl FakeSession {
-    fn check(&self) -> Result<(), StoreError> {
+    async fn check(&self) -> Result<(), StoreError> {
+        if self.0.is_silent.load(Ordering::Relaxed) {
+            return std::future::pending().await;
+        }
         match self.0.leader.load(Ordering::Relaxed) == self.1 {
             true => Ok(()),
             false => Err(StoreError::Unknown("connection lost".into())),
@@ -87,7 +93,7 @@ impl Drop for FakeSession {
 
 impl OutboxSession for FakeSession {
     async fn read(&self, query: &UnsentQuery) -> Result<Vec<OutboxRow>, StoreError> {
-        self.check()?;
+        self.check().await?;
         let (rows, parked) = (self.0.rows.lock(), self.0.parked.lock());
         let selected = rows.values().filter(|row| {
             let address = ("".into(), row.message.destination.clone());
@@ -99,7 +105,7 @@ impl OutboxSession for FakeSession {
     }
 
     async fn remove(&self, numbers: &[i64]) -> Result<(), StoreError> {
-        self.check()?;
+        self.check().await?;
         self.0
             .rows
             .lock()
@@ -108,14 +114,18 @@ impl OutboxSession for FakeSession {
     }
 
     async fn park(&self, number: i64, error: &str) -> Result<(), StoreError> {
-        self.check()?;
+        self.check().await?;
         self.0.parked.lock().insert(number, error.to_owned());
         Ok(())
     }
 
     async fn level(&self) -> Result<OutboxLevel, StoreError> {
-        self.check()?;
-        Ok(OutboxLevel::default())
+        self.check().await?;
+        Ok(OutboxLevel {
+            unsent: self.0.rows.lock().len() as u64,
+            parked: 0,
+            oldest_age: Duration::from_secs(90),
+        })
     }
 
     async fn close(self) {}
@@ -237,8 +247,8 @@ async fn one_relay_publishes_and_another_one_takes_over() {
     relays[1].abort();
 }
 
-#[tokio::test(start_paused = true)]
-async fn a_relay_that_lost_its_session_begins_no_further_message() {
+/// The database ends the session of the leader, or no longer answers it.
+async fn begins_no_further_message(lose: impl Fn(&FakeRows)) {
     let (outbox, publisher) = (FakeOutbox::default(), FakePublisher::default());
     (1..=10).for_each(|number| outbox.insert(number, "a", None));
     publisher.0.is_frozen.store(true, Ordering::Relaxed);
@@ -248,13 +258,26 @@ async fn a_relay_that_lost_its_session_begins_no_further_message() {
     let relay = tokio::spawn(relay.run_until(std::future::pending()));
     until(|| publisher.published().len() == 2).await;
     outbox.0.leader.store(u64::MAX, Ordering::Relaxed); // another process leads
-    sleep(Duration::from_secs(2)).await; // the check notices it
+    lose(&outbox.0);
+    sleep(Duration::from_secs(7)).await; // the check, and its timeout
     publisher.thaw();
     sleep(Duration::from_secs(30)).await;
     assert_eq!(publisher.0.begun.load(Ordering::Relaxed), 2);
+    outbox.0.is_silent.store(false, Ordering::Relaxed);
     outbox.end_session();
     until(|| outbox.len() == 0).await;
     relay.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_relay_whose_session_has_ended_begins_no_further_message() {
+    begins_no_further_message(|_| {}).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_relay_whose_requests_get_no_answer_begins_no_further_message() {
+    let silence = |rows: &FakeRows| rows.is_silent.store(true, Ordering::Relaxed);
+    begins_no_further_message(silence).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -304,4 +327,49 @@ async fn a_misconfigured_outbox_ends_the_relay_at_the_start() {
         ended,
         Err(Error::Store(StoreError::Misconfigured(_)))
     ));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_listed_metrics_are_recorded() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let _here = metrics::set_default_local_recorder(&recorder);
+    let recorded = || -> BTreeMap<String, DebugValue> {
+        let all = snapshotter.snapshot().into_vec().into_iter();
+        all.map(|(key, _, _, value)| (key.key().name().to_owned(), value))
+            .collect()
+    };
+    let (outbox, publisher) = (FakeOutbox::default(), FakePublisher::default());
+    outbox.insert(1, "too-small", None);
+    outbox.insert(2, "a", None);
+    publisher.0.is_frozen.store(true, Ordering::Relaxed);
+    let relay = Relay::from(outbox.clone()).to(publisher.clone());
+    let mut while_leading = BTreeMap::new();
+    let shutdown = async {
+        until(|| outbox.0.parked.lock().len() == 1).await;
+        sleep(Duration::from_secs(6)).await; // the interval of the level
+        while_leading = recorded();
+        publisher.thaw();
+        until(|| outbox.len() == 1).await;
+    };
+    relay.run_until(shutdown).await.expect("no error");
+    let listed: Vec<&str> = metric::OUTBOX_METRICS.iter().map(|it| it.name).collect();
+    let mut names: Vec<&str> = while_leading.keys().map(String::as_str).collect();
+    names.sort_by_key(|name| listed.iter().position(|other| other == name));
+    assert_eq!(names, listed);
+    let of = |name| &while_leading[name];
+    assert_eq!(of(metric::OUTBOX_REFUSED), &DebugValue::Counter(1));
+    assert_eq!(
+        of(metric::OUTBOX_OLDEST_AGE_SECONDS),
+        &DebugValue::Gauge(90.0.into())
+    );
+    assert_eq!(of(metric::OUTBOX_UNSENT), &DebugValue::Gauge(2.0.into()));
+    let afterwards = recorded();
+    assert_eq!(afterwards[metric::OUTBOX_PUBLISHED], DebugValue::Counter(1));
+    let age = &afterwards[metric::OUTBOX_OLDEST_AGE_SECONDS];
+    assert_eq!(
+        age,
+        &DebugValue::Gauge(0.0.into()),
+        "the next leader sets its own"
+    );
 }

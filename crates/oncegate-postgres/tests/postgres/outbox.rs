@@ -245,11 +245,21 @@ async fn rows_behind_a_parked_one_wait_and_reads_are_bounded() {
         let query = UnsentQuery { max_bytes, ..all() };
         assert_eq!(numbers(&session, &query).await, expected);
     }
-    let query = UnsentQuery {
+    let elsewhere = query("UPDATE oncegate_outbox SET destination = 'rates' WHERE number = $1");
+    let elsewhere = elsewhere.bind(other_key).execute(&pool).await;
+    elsewhere.expect("updated");
+    let in_order = [behind, other_key, no_key];
+    assert_eq!(numbers(&session, &all()).await, in_order);
+    let first_two = UnsentQuery {
+        max_rows: 2,
+        ..all()
+    };
+    assert_eq!(numbers(&session, &first_two).await, in_order[..2]);
+    let without_booked = UnsentQuery {
         except_destinations: vec![("".into(), "booked".into())],
         ..all()
     };
-    assert_eq!(numbers(&session, &query).await, [] as [i64; 0]);
+    assert_eq!(numbers(&session, &without_booked).await, [other_key]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
