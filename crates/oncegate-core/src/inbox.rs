@@ -4,12 +4,14 @@
 mod batch;
 
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
 pub use batch::{BatchItem, BatchTransaction, BatchTransactionalHandler, InBatches};
+use futures_util::FutureExt as _;
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
@@ -26,7 +28,8 @@ use crate::store::{BoxError, Persistence, Store, StoreError};
 /// repeated.
 ///
 /// The handler changes rows and returns. Then the consumer commits the transaction. After a
-/// failure, a timeout or a crash the transaction is rolled back, and the message is handled again.
+/// failure, a timeout or a crash the transaction is rolled back, and the message is handled again,
+/// unless the failure is [`Failure::Reject`].
 ///
 /// [`Failure::InDoubt`] is for effects outside of the database. The transaction is rolled back and
 /// the message handled again, as after [`Failure::Retry`].
@@ -70,8 +73,8 @@ pub trait Inbox: Send + Sync + 'static {
     /// The database and its address, without secrets, for status pages.
     fn described(&self) -> String;
 
-    /// The maximum number of transactions that may be open at once. It is the default of
-    /// [`max_in_flight`](crate::Builder::max_in_flight), and its maximum.
+    /// The maximum number of transactions that may be open at once. With a
+    /// [`TransactionalHandler`], [`max_in_flight`](crate::Builder::max_in_flight) is lowered to it.
     fn max_transactions(&self) -> usize;
 
     /// Checks the database at the start, as [`Store::preflight`] does.
@@ -110,8 +113,8 @@ pub trait Inbox: Send + Sync + 'static {
         longest_run: Duration,
     ) -> impl Future<Output = Result<BeginResult<Self::Transaction>, BoxError>> + Send;
 
-    /// Begins a transaction, and inserts the records of these claims, whose keys differ, except of
-    /// those that have one. The records expire as those of [`begin`](Self::begin).
+    /// Begins a transaction, and inserts a record for each of these claims that has none yet. No two
+    /// of the claims have the same key. The records expire as those of [`begin`](Self::begin).
     ///
     /// By default an error: each message of a batch is handled in a transaction of its own.
     ///
@@ -222,7 +225,8 @@ impl<H: TransactionalHandler<I>, I: Inbox> Handler for InTransaction<H, I> {
         let Some(mut transaction) = begin(&*self.inbox, &claim, run).await? else {
             return Ok(());
         };
-        let handled = self.handler.handle(payload, &mut transaction, cx).await;
+        let handle = async { self.handler.handle(payload, &mut transaction, cx).await };
+        let handled = AssertUnwindSafe(handle).catch_unwind().await;
         end(&*self.inbox, transaction, handled, run).await
     }
 }
@@ -244,18 +248,21 @@ async fn begin<I: Inbox>(
     }
 }
 
-/// Commits the transaction of a message, or rolls it back if its handler failed.
+/// Commits the transaction of a message, or rolls it back if its handler failed or panicked.
+///
+/// # Panics
+/// With the panic of the handler, unless it has ended the transaction.
 async fn end<I: Inbox>(
     inbox: &I,
     transaction: I::Transaction,
-    handled: Result<(), Failure>,
+    handled: std::thread::Result<Result<(), Failure>>,
     run: &RunContext,
 ) -> Result<(), Failure> {
-    if let Err(failure) = handled {
-        return Err(match inbox.rollback(transaction).await {
-            Err(CommitError::EndedByHandler(cause)) => Failure::Reject(cause),
-            _ => failure,
-        });
+    if !matches!(handled, Ok(Ok(()))) {
+        if let Err(CommitError::EndedByHandler(cause)) = inbox.rollback(transaction).await {
+            return Err(Failure::Reject(cause));
+        }
+        return handled.unwrap_or_else(|panic| resume_unwind(panic));
     }
     run.set_waits_for_database(true);
     let committed = inbox.commit(transaction).await;

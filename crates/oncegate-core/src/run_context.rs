@@ -3,7 +3,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use crate::id::Scope;
+use crate::internal::Lock;
 
 /// The scope and the handler timeout of the consumer for one run in a transaction, and whether the
 /// run waits for the database.
@@ -11,9 +14,11 @@ use crate::id::Scope;
 pub struct RunContext {
     scope: Scope,
     longest_run: Duration,
-    /// Whether the run waits until a transaction begins or commits. A timeout then counts as an
-    /// unavailable database, not as an unknown outcome.
+    /// Whether the run waits until a transaction begins or commits, or for its batch. A timeout then
+    /// counts as an unavailable database, not as an unknown outcome.
     waits_for_database: AtomicBool,
+    /// When the handler of this message alone began, if it runs.
+    handler_began: Lock<Option<Instant>>,
 }
 
 impl RunContext {
@@ -22,6 +27,7 @@ impl RunContext {
             scope: scope.clone(),
             longest_run,
             waits_for_database: AtomicBool::new(false),
+            handler_began: Lock::default(),
         }
     }
 
@@ -34,10 +40,15 @@ impl RunContext {
     }
 
     pub(crate) fn set_waits_for_database(&self, waits: bool) {
+        *self.handler_began.lock() = (!waits).then(Instant::now);
         self.waits_for_database.store(waits, Ordering::Relaxed);
     }
 
+    /// Whether a timeout now is that of the database: the run waits for it, or has waited for so
+    /// long that the handler had less than a quarter of the time.
     pub(crate) fn waits_for_database(&self) -> bool {
+        let began = *self.handler_began.lock();
         self.waits_for_database.load(Ordering::Relaxed)
+            || began.is_some_and(|began| began.elapsed() < self.longest_run / 4)
     }
 }

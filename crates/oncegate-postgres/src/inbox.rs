@@ -12,13 +12,14 @@ use oncegate_core::outbox::{Outgoing, OutgoingError};
 use oncegate_core::store::BoxError;
 use oncegate_core::{Guarantee, Inbox, Persistence, Store, StoreError};
 use sqlx::postgres::PgConnection;
-use sqlx::{Executor, PgPool, Row, Transaction, query};
+use sqlx::{Connection, Executor, PgPool, Row, Transaction, query};
 
 use crate::apply::{time_to_live_ms, unreadable};
 use crate::dropped_begin;
 use crate::failure;
 use crate::outbox::{self, SentMessages};
 use crate::preflight;
+use crate::savepoint_depth;
 use crate::statement::{SelectedRow, decode_row};
 use crate::store::Postgres;
 
@@ -31,7 +32,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 const IDLE_MARGIN: Duration = Duration::from_secs(10);
 
 /// Inserts the record, or replaces one that has expired; with $4, replaces any. Waits for another
-/// transaction with the same key. Sets `lock_timeout` to $5 for this statement only, and
+/// transaction with the same key. Sets `lock_timeout` to $5 until a record is inserted, and
 /// `idle_in_transaction_session_timeout` to $6. Returns the id of this transaction and the table;
 /// no row if there is a live record.
 const INSERT: &str = "
@@ -97,7 +98,7 @@ FROM oncegate_markers AS m WHERE m.key = $1 FOR UPDATE";
 /// Records messages in the transactions of their handlers, in the table `oncegate_markers` of a
 /// PostgreSQL database, version 14 or newer: the changes of a message are committed exactly once.
 ///
-/// Each message has a transaction on a connection of the pool, in its default isolation level. A
+/// Each message or batch has a transaction on a connection of the pool, in its default isolation level. A
 /// second copy of a message waits until the transaction of the first has ended. Records are looked
 /// up over up to three connections that do not count as the pool's.
 ///
@@ -142,7 +143,7 @@ pub struct PostgresInbox {
     outbox: Arc<OnceLock<String>>,
 }
 
-/// The transaction of one message, with its record. The consumer commits it; if it is dropped, it
+/// The transaction of a message or a batch, with its records. The consumer commits it; if it is dropped, it
 /// is rolled back.
 pub struct PostgresTransaction {
     inner: Transaction<'static, sqlx::Postgres>,
@@ -150,6 +151,9 @@ pub struct PostgresTransaction {
     id: String,
     key: String,
     sent: SentMessages,
+    /// Whether [`connection`](Self::connection) found that a dropped `begin()` has rolled it back,
+    /// before any statement was committed without the record.
+    was_rolled_back_by_begin: bool,
 }
 
 impl PostgresInbox {
@@ -230,6 +234,7 @@ impl PostgresTransaction {
     /// handled again. If this method is not called after such a `begin()`, the message is
     /// dead-lettered, because a statement may have been committed without the record.
     pub fn connection(&mut self) -> &mut PgConnection {
+        self.was_rolled_back_by_begin = !self.inner.is_in_transaction();
         dropped_begin::assert_in_transaction(&self.inner);
         &mut self.inner
     }
@@ -330,6 +335,7 @@ impl Inbox for PostgresInbox {
             id,
             key: claim.key.as_str().to_owned(),
             sent: SentMessages::default(),
+            was_rolled_back_by_begin: false,
         }))
     }
 
@@ -373,6 +379,7 @@ impl Inbox for PostgresInbox {
                 id,
                 key,
                 sent: SentMessages::default(),
+                was_rolled_back_by_begin: false,
             }),
         })
     }
@@ -397,6 +404,9 @@ impl Inbox for PostgresInbox {
             }
             TransactionState::Lost(error) => return Err(CommitError::RolledBack(error.into())),
         }
+        if savepoint_depth::end_savepoints(&mut transaction.inner).await {
+            return Err(transaction.ended_by_handler().await);
+        }
         let PostgresTransaction { inner, id, key, .. } = transaction;
         let Err(error) = inner.commit().await else {
             return Ok(());
@@ -413,6 +423,9 @@ impl Inbox for PostgresInbox {
     }
 
     async fn rollback(&self, mut transaction: PostgresTransaction) -> Result<(), CommitError> {
+        if transaction.was_rolled_back_by_begin {
+            return Ok(());
+        }
         match transaction.state(CURRENT).await {
             TransactionState::Other => Err(transaction.ended_by_handler().await),
             TransactionState::Lost(_) => Ok(()), // the server rolls back
@@ -450,12 +463,13 @@ impl PostgresTransaction {
     }
 
     /// Rolls back the transaction that the handler has begun, if any, and returns the error.
-    async fn ended_by_handler(self) -> CommitError {
+    async fn ended_by_handler(mut self) -> CommitError {
+        savepoint_depth::end_savepoints(&mut self.inner).await;
         let _ = self.inner.rollback().await; // fails if nothing is open
         CommitError::EndedByHandler(
             "the handler ended its transaction, so its changes and the record of the message may not have been committed \
              together: remove COMMIT and ROLLBACK from the handler, return the error of a statement before the next one, do not drop \
-             the begin() of a savepoint, and check the rows of this message"
+             the begin() of a savepoint, end each savepoint, and check the rows of this message"
                 .into(),
         )
     }
@@ -509,6 +523,7 @@ impl PostgresInbox {
         &self,
         mut transaction: PostgresTransaction,
     ) -> Result<(), CommitError> {
+        savepoint_depth::end_savepoints(&mut transaction.inner).await;
         // The empty transaction that follows is that of the check, and the one that sqlx ends.
         let rolled_back = transaction.inner.execute("ROLLBACK AND CHAIN").await;
         if rolled_back.is_err() {

@@ -16,6 +16,7 @@ mod inbox;
 mod metric;
 mod outbox;
 mod preflight;
+mod savepoint_depth;
 mod schema;
 mod statement;
 mod store;

@@ -1,7 +1,9 @@
 //! Handles messages in batches, each in one transaction of the inbox.
 
+use std::collections::HashSet;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
+use std::pin::pin;
 use std::sync::Arc;
 
 use futures_util::FutureExt;
@@ -12,7 +14,7 @@ use super::{CommitError, Inbox, InboxUnavailable, begin, end, result_of_record};
 use crate::context::Context;
 use crate::defaults;
 use crate::handler::{Failure, Handler};
-use crate::id::Scope;
+use crate::id::{Key, Scope};
 use crate::internal::Lock;
 use crate::marker::{Operation, Verdict};
 use crate::run_context::RunContext;
@@ -41,8 +43,9 @@ pub trait BatchTransactionalHandler<I: Inbox>: Send + Sync + 'static {
     type Payload: DeserializeOwned + Send + Sync;
 
     /// Does the work for all messages of the batch. `Ok` means that the consumer commits the
-    /// transaction. Two messages of a batch have different ids; their order is that in which they
-    /// arrived, unless another one is [required](crate::Order).
+    /// transaction. Two messages of a batch have different ids. Their order is not specified;
+    /// messages that [`Order`](crate::Order) requires to be handled one after the other are never in
+    /// the same batch.
     ///
     /// # Errors
     /// A [`Failure`]: the transaction is rolled back, and nothing of the batch happened.
@@ -84,6 +87,9 @@ pub struct InBatches<H: BatchTransactionalHandler<I>, I: Inbox> {
     batches: Semaphore,
     /// A permit for each open transaction.
     transactions: Semaphore,
+    /// The keys of messages that began alone after their batch had failed, and did not end in the
+    /// time that was left. They run alone again, from the beginning.
+    cut_short: Lock<HashSet<Key>>,
 }
 
 /// A run that waits for its batch.
@@ -97,9 +103,10 @@ struct WaitingRun<P> {
 /// What a batch was for one of its messages.
 #[derive(Debug)]
 enum BatchEnd<P> {
-    /// The message is handled, or it failed by itself.
+    /// The run ends with this result: of the batch, or of the record that the message has.
     Run(Result<(), Failure>),
-    /// The batch was rolled back, or the message did not belong to it: it runs alone.
+    /// The batch was not begun or was rolled back, or the message has a record that only a
+    /// transaction of its own may replace: it runs alone.
     Alone(BatchItem<P>),
 }
 
@@ -112,6 +119,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
             waiting: Lock::default(),
             batches: Semaphore::new(BATCHES_AT_ONCE.min(transactions)),
             transactions: Semaphore::new(transactions),
+            cut_short: Lock::default(),
         }
     }
 
@@ -138,7 +146,9 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         let Some(mut transaction) = begin(&*self.inbox, claim, run).await? else {
             return Ok(());
         };
-        let handled = self.handler.handle(&[item], &mut transaction).await;
+        let items = [item];
+        let handle = async { self.handler.handle(&items, &mut transaction).await };
+        let handled = AssertUnwindSafe(handle).catch_unwind().await;
         end(&*self.inbox, transaction, handled, run).await
     }
 
@@ -176,10 +186,9 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         let Some(mut transaction) = transaction else {
             return;
         };
-        run.set_waits_for_database(false);
-        let handled = AssertUnwindSafe(self.handler.handle(&items, &mut transaction));
+        let handled =
+            AssertUnwindSafe(async { self.handler.handle(&items, &mut transaction).await });
         let handled = tokio::time::timeout(run.longest_run() / 2, handled.catch_unwind()).await;
-        run.set_waits_for_database(true);
         let outcome = match handled {
             Ok(Ok(Ok(()))) => self.inbox.commit(transaction).await,
             failed => {
@@ -233,23 +242,33 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
             return Err(Failure::Reject("the message has no id".into()));
         };
         run.set_waits_for_database(true);
+        let item = BatchItem {
+            payload,
+            context: cx.clone(),
+        };
+        if self.cut_short.lock().remove(&claim.key) {
+            return self.run_alone(item, &claim, run).await;
+        }
         let (end, mut ended) = oneshot::channel();
         self.waiting.lock().push(WaitingRun {
-            item: BatchItem {
-                payload,
-                context: cx.clone(),
-            },
+            item,
             claim: claim.clone(),
             end,
         });
         let early = tokio::select! {
             biased;
             end = &mut ended => Some(end),
-            _permit = self.batches.acquire() => {
+            permit = self.batches.acquire() => {
                 let mut batch = self.take_batch_with(&claim);
                 match batch.pop() {
                     Some(only) if batch.is_empty() => {
-                        return self.run_alone(only.item, &claim, run).await;
+                        let mut alone = pin!(self.run_alone(only.item, &claim, run));
+                        let half = run.longest_run() / 2;
+                        if let Ok(result) = tokio::time::timeout(half, &mut alone).await {
+                            return result;
+                        }
+                        drop(permit); // as at the end of a batch
+                        return alone.await;
                     }
                     Some(last) => {
                         batch.push(last);
@@ -266,7 +285,12 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
         };
         match end {
             Ok(BatchEnd::Run(result)) => result,
-            Ok(BatchEnd::Alone(item)) => self.run_alone(item, &claim, run).await,
+            Ok(BatchEnd::Alone(item)) => {
+                self.cut_short.lock().insert(claim.key.clone());
+                let result = self.run_alone(item, &claim, run).await;
+                self.cut_short.lock().remove(&claim.key);
+                result
+            }
             // The run that led the batch was dropped, and with it the transaction.
             Err(_) => Err(InboxUnavailable::failure(
                 "the batch of this message was cancelled",
@@ -505,5 +529,85 @@ mod tests {
             }
             assert!(texts.iter().all(|it| it.contains(reason)), "{texts:?}");
         }
+    }
+
+    /// Takes a time for each payload, and hangs or panics at some.
+    struct WriteSlowly;
+
+    impl BatchTransactionalHandler<Ledger> for WriteSlowly {
+        type Payload = String;
+
+        fn handle(
+            &self,
+            batch: &[BatchItem<String>],
+            transaction: &mut LedgerTransaction,
+        ) -> impl Future<Output = Result<(), Failure>> + Send {
+            let has = |what| batch.iter().any(|item| item.payload.starts_with(what));
+            assert!(!has("panics"), "as the payload says");
+            async move {
+                for item in batch {
+                    if item.payload.starts_with("hangs") {
+                        std::future::pending::<()>().await;
+                    }
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                    transaction.rows.push(item.payload.clone());
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Handles payloads that arrive at these times after the start. Returns the dead letters.
+    async fn dead_letters_of(
+        max_attempts: u32,
+        arrivals: impl Iterator<Item = (Duration, String)>,
+    ) -> Vec<String> {
+        let (ledger, broker) = (Ledger::default(), MemoryBroker::new("transfers"));
+        let publish = async {
+            let start = tokio::time::Instant::now();
+            for (number, (at, payload)) in arrivals.enumerate() {
+                tokio::time::sleep_until(start + at).await;
+                let body = serde_json::to_string(&payload).expect("text");
+                broker.publish(Message::new(body).with_header("id", number.to_string()));
+            }
+            broker.all_settled().await;
+        };
+        Consumer::builder()
+            .source(broker.source())
+            .inbox(ledger.clone())
+            .batch_transactional_handler(WriteSlowly)
+            .id(IdSource::header("id"))
+            .handler_timeout(Duration::from_secs(10))
+            .max_attempts(max_attempts)
+            .run_until(publish)
+            .await
+            .expect("a clean end");
+        let dead = broker.dead_letters().into_iter();
+        dead.map(|it| String::from_utf8_lossy(&it.message.body).into_owned())
+            .collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn messages_that_hang_or_panic_cost_no_others_their_only_attempt() {
+        let second = Duration::from_secs(1);
+        for poison in ["hangs", "panics"] {
+            let first = (0..2).map(|number| (Duration::ZERO, format!("{poison} {number}")));
+            let later = (0..20).map(|number| (second / 2, format!("row {number}")));
+            let mut dead = dead_letters_of(1, first.chain(later)).await;
+            dead.sort();
+            assert_eq!(dead, [format!("\"{poison} 0\""), format!("\"{poison} 1\"")]);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn many_messages_that_hang_cost_no_others_their_attempts() {
+        let arrivals = (0..3_000_u32).map(|number| {
+            let poison = number % 25 == 0;
+            let payload = format!("{} {number}", if poison { "hangs" } else { "row" });
+            (Duration::from_millis(20) * number, payload)
+        });
+        let dead = dead_letters_of(2, arrivals).await;
+        let innocent: Vec<_> = dead.iter().filter(|it| it.contains("row")).collect();
+        assert_eq!((dead.len(), innocent), (120, vec![]));
     }
 }

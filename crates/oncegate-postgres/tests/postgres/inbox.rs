@@ -1070,3 +1070,69 @@ async fn a_savepoint_whose_begin_is_dropped_commits_nothing_without_the_record()
         assert!(broker.dead_letters().is_empty(), "times out: {times_out}");
     }
 }
+
+/// Inserts its row, and then does what `0` says, in the first run only.
+#[derive(Clone)]
+struct EndsIrregularly(&'static str, Arc<AtomicUsize>);
+
+impl TransactionalHandler<PostgresInbox> for EndsIrregularly {
+    type Payload = i64;
+
+    async fn handle(
+        &self,
+        cents: i64,
+        transaction: &mut PostgresTransaction,
+        cx: &Context,
+    ) -> Result<(), Failure> {
+        let insert = |id: &str| {
+            query("INSERT INTO ledger (id, cents) VALUES ($1, $2)")
+                .bind(id.to_owned())
+                .bind(cents)
+        };
+        let connection = transaction.connection();
+        insert(cx.id()).execute(&mut *connection).await.retry()?;
+        if self.1.fetch_add(1, Ordering::Relaxed) > 0 {
+            return Ok(());
+        }
+        match self.0 {
+            "forgets a savepoint" => {
+                std::mem::forget(connection.begin().await.retry()?);
+            }
+            "commits and panics" => {
+                connection.execute("COMMIT").await.retry()?;
+                panic!("after the commit");
+            }
+            "rolls back, inserts and panics" => {
+                connection.execute("ROLLBACK").await.retry()?;
+                insert("outside").execute(connection).await.retry()?;
+                panic!("after the row");
+            }
+            what => unreachable!("{what}"),
+        }
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_handler_that_ends_its_transaction_irregularly_is_not_accepted_or_repeated() {
+    for (what, outside) in [
+        ("forgets a savepoint", 0),
+        ("commits and panics", 1),
+        ("rolls back, inserts and panics", 1),
+    ] {
+        let url = new_schema().await;
+        drop(pool_at(&url).await);
+        // All runs on one connection.
+        let pool = PgPoolOptions::new().max_connections(1);
+        let pool = pool.connect(&url).await.expect("a pool");
+        let broker = broker(0..20);
+        let handler = EndsIrregularly(what, Arc::default());
+        let run = consumer(&broker, &pool, handler).run_until(broker.all_settled());
+        let ended = tokio::time::timeout(60 * SECOND, run).await;
+        ended.expect("it ends").expect("no error");
+        let dead = broker.dead_letters();
+        assert_eq!(dead.len(), 1, "{what}");
+        assert_eq!(dead[0].reason, Reason::Refused, "{what}");
+        assert_eq!(booked(&pool).await.0, 19 + outside, "{what}");
+    }
+}

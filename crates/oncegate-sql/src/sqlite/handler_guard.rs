@@ -17,6 +17,8 @@ struct HandlerState {
     /// Whether a statement is one of the handler.
     is_running: AtomicBool,
     has_misused_transaction: AtomicBool,
+    /// Whether the transaction was rolled back during a statement of the handler, or must be.
+    must_roll_back: AtomicBool,
 }
 
 impl HandlerGuard {
@@ -33,6 +35,13 @@ impl HandlerGuard {
         // After some errors, such as a full disk, SQLite rolls back the whole transaction. It would
         // then commit each further statement of the handler. This turns the commit into a rollback.
         connection.commit_hook(Some(move || committer.is_running()))?;
+        // A savepoint after such an error would begin another transaction, without the record.
+        let state = guard.clone();
+        connection.rollback_hook(Some(move || {
+            if state.is_running() {
+                state.set_must_roll_back();
+            }
+        }))?;
         Ok(guard)
     }
 
@@ -62,9 +71,21 @@ impl HandlerGuard {
     /// Prepares for another transaction.
     pub(crate) fn reset(&self) {
         self.set_running(false);
+        self.0.must_roll_back.store(false, Ordering::Relaxed);
         self.0
             .has_misused_transaction
             .store(false, Ordering::Relaxed);
+    }
+
+    /// Prevents the commit of the transaction.
+    pub(crate) fn set_must_roll_back(&self) {
+        self.0.must_roll_back.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether SQLite rolled back the transaction during a statement of the handler, or a closure
+    /// panicked whose caller had stopped waiting.
+    pub(crate) fn must_roll_back(&self) -> bool {
+        self.0.must_roll_back.load(Ordering::Relaxed)
     }
 
     /// Whether the handler has executed a refused statement since the last reset.

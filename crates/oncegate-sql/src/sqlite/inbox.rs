@@ -21,8 +21,8 @@ use super::{Sqlite, Synchronous};
 /// How long a transaction waits for others, of this and other processes, before it fails.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How many messages are in flight: one has the transaction, the others wait for it, so that the
-/// next one begins at once.
+/// How many messages are in flight without batches: one has the transaction, the others wait for it,
+/// so that the next one begins at once.
 const MAX_TRANSACTIONS: usize = 4;
 
 /// Records messages in the transactions of their handlers, in an SQLite database: the changes of a
@@ -33,8 +33,8 @@ const MAX_TRANSACTIONS: usize = 4;
 /// exist, on a local disk.
 ///
 /// SQLite executes one writing transaction at a time, of all processes. It has the write lock from
-/// before the handler starts until the commit, so handlers should be short. Up to three further
-/// messages wait in this process. A transaction that cannot begin within 5 s fails, and its message
+/// before the handler starts until the commit, so handlers should be short. Without batches, up to
+/// three further messages wait in this process. A transaction that cannot begin within 5 s fails, and its message
 /// is handled again; no attempt is counted.
 ///
 /// Expired records are deleted in later transactions.
@@ -108,7 +108,7 @@ impl SqliteInbox {
     }
 }
 
-/// The transaction of one message, with its record. The consumer commits it; if it is dropped, it is
+/// The transaction of a message or a batch, with its records. The consumer commits it; if it is dropped, it is
 /// rolled back.
 pub struct SqliteTransaction {
     requests: Sender<TransactionRequest>,
@@ -132,13 +132,14 @@ impl SqliteTransaction {
     /// SQLite blocks its thread, so the connection has a thread of its own, and statements are
     /// executed in closures. They own what they use: move copies into them.
     ///
-    /// A failed statement changes nothing, and the transaction remains open: return its error to
-    /// undo the earlier ones. For an optional part use
+    /// A failed statement changes nothing, and the transaction usually remains open: return its error
+    /// to undo the earlier ones. After some errors, such as a full disk, SQLite rolls it back; then
+    /// `Ok` commits nothing, and the message is handled again. For an optional part use
     /// [`savepoint`](rusqlite::Transaction::savepoint).
     ///
     /// `BEGIN`, `COMMIT`, `ROLLBACK` and `ATTACH` are refused, and the message is dead-lettered. Do
-    /// not set pragmas other than `defer_foreign_keys`, nor create temporary tables: they outlast the
-    /// transaction. Do not write to the database on another connection, which would wait for this
+    /// not set pragmas other than `defer_foreign_keys`, create temporary tables, or set an authorizer
+    /// or hooks: they outlast the transaction. Do not write to the database on another connection, which would wait for this
     /// transaction.
     ///
     /// A closure continues if this future is dropped. If the transaction is dropped, as at the
@@ -154,7 +155,8 @@ impl SqliteTransaction {
         let (reply, result) = oneshot::channel();
         let call = move |transaction: &mut Transaction<'_>| {
             let result = catch_unwind(AssertUnwindSafe(|| function(transaction)));
-            drop(reply.send(result)); // fails if the caller has stopped waiting
+            // Fails if the caller has stopped waiting.
+            !matches!(reply.send(result), Err(Err(_panic)))
         };
         self.is_calling = true;
         // Fails if the thread has panicked; then `result` has no sender.

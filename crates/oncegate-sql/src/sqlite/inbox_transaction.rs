@@ -17,8 +17,8 @@ use super::marker_table::MarkerTable;
 use super::windows;
 use super::writer_thread::{BegunTransaction, OpenWriter};
 
-/// How many rows each transaction scans for expired ones. At least 2, so that they are scanned
-/// faster than they are inserted.
+/// How many rows a transaction scans for expired ones, for each message. At least 2, so that they
+/// are scanned faster than they are inserted.
 const ROWS_TO_SCAN: u32 = 4;
 
 /// A request for a transaction that records these claims.
@@ -34,7 +34,8 @@ pub(crate) type BeginReply =
     oneshot::Sender<Result<BatchTransaction<SqliteTransaction>, StoreFailure>>;
 
 /// A closure of the handler, which also sends its result to the caller.
-pub(crate) type HandlerCall = Box<dyn FnOnce(&mut Transaction<'_>) + Send>;
+/// Returns false if it panicked and the caller has stopped waiting.
+pub(crate) type HandlerCall = Box<dyn FnOnce(&mut Transaction<'_>) -> bool + Send>;
 
 /// A request to the thread while it executes a transaction. If the sender is dropped, the
 /// transaction is rolled back.
@@ -57,6 +58,8 @@ pub(crate) struct InboxTransaction<'writer> {
     transaction: Transaction<'writer>,
     now: ClockReading,
     writer: OpenWriter<'writer>,
+    /// How many rows to scan for expired ones.
+    rows_to_scan: u32,
 }
 
 impl<'writer> InboxTransaction<'writer> {
@@ -94,6 +97,7 @@ impl<'writer> InboxTransaction<'writer> {
             transaction,
             now,
             writer,
+            rows_to_scan: ROWS_TO_SCAN.saturating_mul(claims.len().try_into().unwrap_or(u32::MAX)),
         };
         Ok((begun, recorded))
     }
@@ -116,7 +120,9 @@ impl<'writer> InboxTransaction<'writer> {
             match requests.recv() {
                 Ok(TransactionRequest::Call(call)) => {
                     self.writer.file.guard.set_running(true);
-                    call(&mut self.transaction);
+                    if !call(&mut self.transaction) {
+                        self.writer.file.guard.set_must_roll_back();
+                    }
                     self.writer.file.guard.set_running(false);
                 }
                 Ok(TransactionRequest::Commit(reply)) => {
@@ -139,7 +145,7 @@ impl<'writer> InboxTransaction<'writer> {
         if let Some(misuse) = self.misuse() {
             return (self.roll_back(), Err(misuse));
         }
-        if self.transaction.is_autocommit() {
+        if self.transaction.is_autocommit() || self.writer.file.guard.must_roll_back() {
             let text = "a statement of the handler failed, SQLite rolled back the transaction, and the handler returned Ok: return the error";
             return (self.roll_back(), Err(CommitError::RolledBack(text.into())));
         }
@@ -168,7 +174,7 @@ impl<'writer> InboxTransaction<'writer> {
     /// Deletes some expired rows.
     fn delete_expired(&mut self) -> rusqlite::Result<()> {
         let sweep = &mut *self.writer.sweep;
-        let range = sweep.scan(&self.transaction, ROWS_TO_SCAN, self.now)?;
+        let range = sweep.scan(&self.transaction, self.rows_to_scan, self.now)?;
         sweep.delete_expired(&self.transaction, &range, self.now)?;
         sweep.advance(range); // a range that is not committed is scanned again in the next cycle
         Ok(())

@@ -758,3 +758,59 @@ async fn nothing_is_lost_or_booked_twice_while_processes_are_killed() {
     let other = directory.store().read_marker(&key("t-0")).await;
     assert_eq!(other.expect("a marker"), Marker::Absent, "another scope");
 }
+
+/// Inserts its row, and then does what `0` says.
+struct EndsIrregularly(&'static str);
+
+impl TransactionalHandler<SqliteInbox> for EndsIrregularly {
+    type Payload = i64;
+
+    async fn handle(
+        &self,
+        cents: i64,
+        transaction: &mut SqliteTransaction,
+        cx: &Context,
+    ) -> Result<(), Failure> {
+        let id = cx.id().to_owned();
+        let insert = move |sqlite: &mut Transaction<'_>| sqlite.execute(INSERT, (id, cents));
+        transaction.call(insert).await.retry()?;
+        if self.0 == "drops a call that panics" {
+            let call = transaction.call(|sqlite| {
+                sqlite.execute(INSERT, ("half", 1)).expect("a row");
+                panic!("in the middle");
+            });
+            assert!(call.now_or_never().is_none());
+            return Ok(());
+        }
+        let roll_back = |sqlite: &mut Transaction<'_>| {
+            sqlite.execute("INSERT OR ROLLBACK INTO accounts VALUES (1)", [])
+        };
+        assert!(transaction.call(roll_back).await.is_err());
+        let script = "SAVEPOINT audit; INSERT INTO ledger VALUES ('audit', 1); INSERT INTO nowhere VALUES (1)";
+        let script = |sqlite: &mut Transaction<'_>| sqlite.execute_batch(script);
+        assert!(transaction.call(script).await.is_err());
+        Ok(())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_committed_without_the_record_or_half_done() {
+    for what in ["drops a call that panics", "hides a rollback"] {
+        let directory = Directory::new();
+        let raw = ledger(&directory);
+        let broker = broker(0..1);
+        let consumer = Consumer::builder()
+            .source(broker.source())
+            .inbox(SqliteInbox::file(directory.file()))
+            .transactional_handler(EndsIrregularly(what))
+            .id(IdSource::message_id())
+            .max_attempts(2)
+            .max_inline_retries(0)
+            .backoff(SECOND / 100, SECOND / 10)
+            .run_until(broker.all_settled());
+        let consumed = tokio::time::timeout(60 * SECOND, consumer).await;
+        consumed.expect("it ends").expect("no error");
+        assert_eq!(broker.dead_letters().len(), 1, "{what}");
+        assert_eq!(counts(&raw), (0, 0, 0), "{what}");
+    }
+}
