@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::StreamExt;
+use futures_util::future::FusedFuture;
 use futures_util::stream::FuturesUnordered;
 use metrics::{counter, gauge};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -127,6 +128,9 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                                 let _ = timeout(REQUEST_TIMEOUT, session.close()).await;
                                 return Ok(());
                             }
+                            // `lead` has received the shutdown: messages without a confirm are
+                            // published again.
+                            Err(_) if shutdown.is_terminated() => return Ok(()),
                             Err(error) => error,
                         }
                     }
@@ -179,7 +183,7 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
     async fn lead(
         &self,
         session: &O::Session,
-        mut shutdown: Pin<&mut (impl futures_util::future::FusedFuture<Output = ()> + Send)>,
+        mut shutdown: Pin<&mut (impl FusedFuture<Output = ()> + Send)>,
     ) -> Result<(), StoreError> {
         let mut queue = RelayQueue::new(self.max_in_flight, Instant::now());
         let mut failures = FailureLog::default();

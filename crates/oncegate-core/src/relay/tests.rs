@@ -318,6 +318,23 @@ async fn a_drain_waits_for_confirms_and_begins_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_drain_whose_session_is_lost_ends_the_relay() {
+    let (outbox, publisher) = (FakeOutbox::default(), FakePublisher::default());
+    outbox.insert(1, "a", None);
+    publisher.0.is_frozen.store(true, Ordering::Relaxed);
+    let relay = Relay::from(outbox.clone()).to(publisher.clone());
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    let relay = tokio::spawn(relay.run_until(async move { drop(stopped.await) }));
+    until(|| publisher.published().len() == 1).await;
+    stop.send(()).expect("the relay runs");
+    sleep(Duration::from_millis(1)).await;
+    outbox.end_session();
+    publisher.thaw();
+    let ended = timeout(Duration::from_secs(60), relay).await;
+    ended.expect("it ends").expect("no panic").expect("no error");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_misconfigured_outbox_ends_the_relay_at_the_start() {
     let outbox = FakeOutbox::default();
     outbox.0.is_misconfigured.store(true, Ordering::Relaxed);
