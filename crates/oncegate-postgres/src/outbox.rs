@@ -3,12 +3,12 @@
 use std::fmt;
 use std::time::Duration;
 
-use oncegate_core::StoreError;
 use oncegate_core::internal::{Lock, StoreFailure};
 use oncegate_core::outbox::{
     Outbox, OutboxLevel, OutboxMessage, OutboxRow, OutboxSession, Outgoing, OutgoingError,
     UnsentQuery,
 };
+use oncegate_core::{MessageId, StoreError};
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, Row, query};
 use tokio::sync::Mutex;
@@ -99,11 +99,10 @@ pub(crate) struct SentMessages {
 }
 
 impl SentMessages {
-    /// Adds a message. Its id is the key of the handled message, with `/` after the scope, and the
-    /// number of the message.
+    /// Adds a message, with the id of its number.
     pub(crate) fn add(&mut self, key: &str, message: Outgoing) -> Result<(), OutgoingError> {
         let number = self.messages.len() + 1;
-        let message = message.with_id(format!("{}/{number}", key.replace('|', "/")))?;
+        let message = message.with_id(outgoing_id(key, number))?;
         let bytes = self.bytes + message.size();
         if number > MAX_SENT || bytes > MAX_SENT_BYTES {
             return Err(OutgoingError::new(format!(
@@ -148,6 +147,18 @@ impl SentMessages {
             .await?;
         Ok(())
     }
+}
+
+/// The id of a message: the key of the handled message, with `/` after the scope, and the number of
+/// the message. The property `message_id` of AMQP has at most 255 bytes, so an id that
+/// [`MessageId`] does not use unchanged is hashed.
+fn outgoing_id(key: &str, number: usize) -> String {
+    let readable = format!("{}/{number}", key.replace('|', "/"));
+    if MessageId::stored(&readable).is_some() {
+        return readable;
+    }
+    let hashed = MessageId::new(format!("{key}/{number}")).map(MessageId::hashed);
+    hashed.map_or(readable, |id| id.to_string())
 }
 
 /// The outbox in the table `oncegate_outbox` of a PostgreSQL database, version 14 or newer: what a
@@ -470,4 +481,20 @@ fn listed(row: &PgRow) -> Result<ListedMessage, sqlx::Error> {
         bytes: row.try_get::<i64, _>(5)?.unsigned_abs(),
         error: row.try_get(6)?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_fits_into_the_property_of_amqp() {
+        assert_eq!(outgoing_id("ledger|order-7", 1), "ledger/order-7/1");
+        assert_eq!(outgoing_id("order-7", 2), "order-7/2");
+        let longest = format!("{}|{}", "s".repeat(100), "i".repeat(200));
+        let (first, second) = (outgoing_id(&longest, 1), outgoing_id(&longest, 2));
+        assert_eq!((first.len(), second.len()), (66, 66));
+        assert_ne!(first, second);
+        assert_eq!(first, outgoing_id(&longest, 1));
+    }
 }
