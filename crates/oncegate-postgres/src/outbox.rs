@@ -150,14 +150,21 @@ impl SentMessages {
 }
 
 /// The id of a message: the key of the handled message, with `/` after the scope, and the number of
-/// the message. The property `message_id` of AMQP has at most 255 bytes, so an id that
-/// [`MessageId`] does not use unchanged is hashed.
+/// the message.
+///
+/// It is hashed if it would have another meaning for another scope (`/` in the scope, or in an id
+/// without one), or if [`MessageId`] does not use it unchanged: the property `message_id` of AMQP
+/// has at most 255 bytes.
 fn outgoing_id(key: &str, number: usize) -> String {
-    let readable = format!("{}/{number}", key.replace('|', "/"));
-    if MessageId::stored(&readable).is_some() {
+    let key_and_number = format!("{key}/{number}");
+    let (scope, readable) = match key.split_once('|') {
+        Some((scope, id)) => (scope, format!("{scope}/{id}/{number}")),
+        None => (key, key_and_number.clone()),
+    };
+    if !scope.contains('/') && MessageId::stored(&readable).is_some() {
         return readable;
     }
-    let hashed = MessageId::new(format!("{key}/{number}")).map(MessageId::hashed);
+    let hashed = MessageId::new(key_and_number).map(MessageId::hashed);
     hashed.map_or(readable, |id| id.to_string())
 }
 
@@ -485,6 +492,8 @@ fn listed(row: &PgRow) -> Result<ListedMessage, sqlx::Error> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
 
     #[test]
@@ -496,5 +505,26 @@ mod tests {
         assert_eq!((first.len(), second.len()), (66, 66));
         assert_ne!(first, second);
         assert_eq!(first, outgoing_id(&longest, 1));
+    }
+
+    #[test]
+    fn different_keys_never_give_equal_ids() {
+        let (long, in_scope) = ("i".repeat(200), "ledger|".to_owned());
+        let keys = [
+            "ledger|eu/7",
+            "ledger/eu|7",
+            "ledger/eu/7",
+            "ledger|eu/7/1",
+            "ledger/eu|7/1",
+            "ledger/7",
+            "ledger|7",
+            "7",
+            "h:7",
+            &(in_scope + &long),
+            &format!("ledger/{long}"),
+        ];
+        let ids: HashSet<String> = keys.iter().map(|key| outgoing_id(key, 1)).collect();
+        assert_eq!(ids.len(), keys.len(), "{ids:?}");
+        assert_eq!(outgoing_id("ledger|eu/7", 1), "ledger/eu/7/1");
     }
 }
