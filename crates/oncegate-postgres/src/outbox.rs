@@ -40,8 +40,9 @@ fn insert_statement(table: &str) -> AssertSqlSafe<String> {
 
 /// The settings of the leader's session. The server ends the session, and with it the lock, within
 /// 20 s after the machine of the leader failed. By then the leader, whose requests have a shorter
-/// timeout, begins no further message.
-const SESSION: &str = "SET statement_timeout = 5000; SET idle_session_timeout = 0; SET enable_seqscan = off; SET jit = off;
+/// timeout, begins no further message. A commit waits for no standby: a change that a failover loses
+/// only repeats a message with its id, and a missing standby would block the leader for ever.
+const SESSION: &str = "SET synchronous_commit = local; SET statement_timeout = 5000; SET idle_session_timeout = 0; SET enable_seqscan = off; SET jit = off;
     SET default_transaction_isolation = 'read committed';
     SET tcp_keepalives_idle = 5; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3; SET tcp_user_timeout = 20000";
 
