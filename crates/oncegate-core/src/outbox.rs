@@ -298,6 +298,15 @@ pub trait OutboxSession: Send + Sync + 'static {
         query: &UnsentQuery,
     ) -> impl Future<Output = Result<Vec<OutboxRow>, StoreError>> + Send;
 
+    /// Those of the rows with these numbers that are present and not parked.
+    ///
+    /// # Errors
+    /// The session is lost.
+    fn read_again(
+        &self,
+        numbers: &[i64],
+    ) -> impl Future<Output = Result<Vec<OutboxRow>, StoreError>> + Send;
+
     /// Deletes rows whose messages were published.
     ///
     /// # Errors

@@ -194,7 +194,7 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
         let mut drain_until = None;
         loop {
             let now = Instant::now();
-            while let Some((number, message)) = queue.begin(now) {
+            while let Some((number, message)) = queue.begin() {
                 publishing.push(async move {
                     let result = self.publisher.publish(&message).await;
                     (number, message, result)
@@ -219,7 +219,10 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                     queue.answered(&request, now);
                     match answer {
                         Answer::Done => {}
-                        Answer::Rows(rows) => queue.add(rows, now),
+                        Answer::Rows(rows) => match &request {
+                            OutboxRequest::ReadAgain(probes) => queue.add_probes(probes, rows, now),
+                            _ => queue.add(rows, now),
+                        },
                         Answer::Level(level) => gauges.set(level),
                     }
                 }
@@ -288,6 +291,7 @@ async fn execute(
     let executing = async {
         Ok(match &request {
             OutboxRequest::Read(query) => Answer::Rows(session.read(query).await?),
+            OutboxRequest::ReadAgain(numbers) => Answer::Rows(session.read_again(numbers).await?),
             OutboxRequest::Level => Answer::Level(session.level().await?),
             OutboxRequest::Remove(numbers) => {
                 session.remove(numbers).await?;

@@ -83,6 +83,11 @@ FROM (SELECT number, sum(size) OVER (ORDER BY number) - size AS bytes_before FRO
     JOIN oncegate_outbox USING (number)
 WHERE bytes_before < $5 ORDER BY number";
 
+/// Those of these rows that are present and not parked.
+const READ_AGAIN: &str = "
+SELECT number, id, exchange, destination, key, headers, body FROM oncegate_outbox
+WHERE number = ANY ($1) AND error IS NULL";
+
 /// The level, and whether this session has the lock of [`LEAD`].
 const LEVEL: &str = "
 SELECT (SELECT count(*) FROM (SELECT FROM oncegate_outbox WHERE error IS NULL LIMIT 100000) AS unsent),
@@ -294,6 +299,23 @@ impl PostgresOutboxSession {
         let executed = statement.execute(&mut *connection).await;
         Ok(executed.map(drop).map_err(|error| self.failure(error))?)
     }
+
+    /// The messages of these rows; parks unreadable ones.
+    async fn decode_all(&self, rows: &[PgRow]) -> Result<Vec<OutboxRow>, StoreError> {
+        let mut messages = Vec::with_capacity(rows.len());
+        for row in rows {
+            let number = row.try_get(0).map_err(|error| self.failure(error))?;
+            match decode(row) {
+                Ok(message) => messages.push(OutboxRow { number, message }),
+                Err(error) => {
+                    tracing::error!(number, %error, "unreadable row of the table oncegate_outbox; it is parked; correct or delete it");
+                    self.park(number, &format!("unreadable row: {error}"))
+                        .await?;
+                }
+            }
+        }
+        Ok(messages)
+    }
 }
 
 impl OutboxSession for PostgresOutboxSession {
@@ -314,19 +336,18 @@ impl OutboxSession for PostgresOutboxSession {
             .await
             .map_err(|error| self.failure(error))?;
         drop(connection);
-        let mut messages = Vec::with_capacity(rows.len());
-        for row in &rows {
-            let number = row.try_get(0).map_err(|error| self.failure(error))?;
-            match decode(row) {
-                Ok(message) => messages.push(OutboxRow { number, message }),
-                Err(error) => {
-                    tracing::error!(number, %error, "unreadable row of the table oncegate_outbox; it is parked; correct or delete it");
-                    self.park(number, &format!("unreadable row: {error}"))
-                        .await?;
-                }
-            }
-        }
-        Ok(messages)
+        self.decode_all(&rows).await
+    }
+
+    async fn read_again(&self, numbers: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+        let mut connection = self.connection.lock().await;
+        let rows = query(READ_AGAIN)
+            .bind(numbers)
+            .fetch_all(&mut *connection)
+            .await
+            .map_err(|error| self.failure(error))?;
+        drop(connection);
+        self.decode_all(&rows).await
     }
 
     async fn remove(&self, numbers: &[i64]) -> Result<(), StoreError> {
@@ -374,7 +395,7 @@ impl fmt::Debug for PostgresOutboxSession {
     }
 }
 
-/// The message of a row of [`READ`].
+/// The message of a row of [`READ`] or [`READ_AGAIN`].
 fn decode(row: &PgRow) -> Result<OutboxMessage, sqlx::Error> {
     let (id, destination): (String, String) = (row.try_get(1)?, row.try_get(3)?);
     let mut message = OutboxMessage::new(id, destination, row.try_get::<Vec<u8>, _>(6)?);

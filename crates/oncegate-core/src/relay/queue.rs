@@ -15,6 +15,8 @@ use crate::outbox::{NotPublished, OutboxMessage, OutboxRow, UnsentQuery};
 const MAX_ROWS: usize = 512;
 /// The size of the rows in memory above which none are read.
 const MAX_BYTES: usize = 32 * 1024 * 1024;
+/// The size of the probes in memory above which none are read.
+const MAX_PROBE_BYTES: usize = MAX_BYTES / 4;
 /// The pauses between reads that find nothing.
 const FIRST_IDLE_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_IDLE_PAUSE: Duration = Duration::from_millis(250);
@@ -30,6 +32,8 @@ pub(crate) enum OutboxRequest {
     Park { number: i64, error: String },
     Remove(Vec<i64>),
     Read(UnsentQuery),
+    /// Reads the rows with these numbers again: probes of failing addresses.
+    ReadAgain(Vec<i64>),
     Level,
 }
 
@@ -55,6 +59,8 @@ pub(crate) struct RelayQueue {
     refused: VecDeque<(i64, String)>,
     /// Addresses at which publishing failed.
     failing: HashMap<Address, FailingAddress>,
+    /// Whether the last read was one of probes: the next one is not, so that neither waits for ever.
+    has_read_probes: bool,
     /// Whether rows were dropped while a read is in progress, whose answer may contain later rows
     /// of the same keys.
     read_is_outdated: bool,
@@ -80,11 +86,14 @@ enum RowState {
     Ended,
 }
 
-/// An address at which publishing failed. One row, the probe, is published again; the others are
-/// dropped from memory and not read until the probe is confirmed or refused.
+/// An address at which publishing failed. One row, the probe, is read and published again when its
+/// retry is due. All rows of the address are dropped from memory, and the others are not read until
+/// the probe is confirmed, refused or no longer stored.
 #[derive(Debug)]
 struct FailingAddress {
     probe: i64,
+    /// The size of the probe in bytes.
+    size: usize,
     backoff: Backoff,
     retry_at: Instant,
 }
@@ -101,6 +110,7 @@ impl RelayQueue {
             confirmed: Vec::new(),
             refused: VecDeque::new(),
             failing: HashMap::new(),
+            has_read_probes: false,
             read_is_outdated: false,
             is_stopping: false,
             request_in_progress: false,
@@ -125,14 +135,11 @@ impl RelayQueue {
     }
 
     /// The next message to publish now, if any. Its result goes to [`published`](Self::published).
-    pub(crate) fn begin(&mut self, now: Instant) -> Option<(i64, Arc<OutboxMessage>)> {
+    pub(crate) fn begin(&mut self) -> Option<(i64, Arc<OutboxMessage>)> {
         if self.is_stopping || self.in_flight >= self.max_in_flight {
             return None;
         }
-        let number = self.ready.iter().copied().find(|number| {
-            let failing = self.failing.get(&address(&self.rows[number].message));
-            failing.is_none_or(|failing| failing.retry_at <= now)
-        })?;
+        let number = self.ready.first().copied()?;
         self.ready.remove(&number);
         self.in_flight += 1;
         let row = self.rows.get_mut(&number)?;
@@ -193,34 +200,28 @@ impl RelayQueue {
             }
             let pause = failing.backoff.advance_with_jitter();
             failing.retry_at = now + pause;
-            self.wait(number);
+            self.forget(number);
             return pause;
         }
-        let waiting: Vec<i64> = self
+        let size = self.rows[&number].message.size();
+        let dropped: Vec<i64> = self
             .rows
             .iter()
             .filter(|(_, row)| row.state == RowState::Waiting && address(&row.message) == at)
-            .map(|(number, _)| *number)
+            .map(|(waiting, _)| *waiting)
+            .chain([number])
             .collect();
-        self.drop_rows(&waiting);
-        self.wait(number);
+        self.drop_rows(&dropped);
         let mut backoff = Backoff::default();
         let pause = backoff.advance_with_jitter();
         let failing = FailingAddress {
             probe: number,
+            size,
             backoff,
             retry_at: now + pause,
         };
         self.failing.insert(at, failing);
-        self.read_is_outdated = true;
         pause
-    }
-
-    fn wait(&mut self, number: i64) {
-        if let Some(row) = self.rows.get_mut(&number) {
-            row.state = RowState::Waiting;
-            self.ready.insert(number);
-        }
     }
 
     /// Removes rows from memory, which are read again later.
@@ -272,10 +273,16 @@ impl RelayQueue {
             self.level_at = now + LEVEL_INTERVAL;
             return Some(OutboxRequest::Level);
         }
-        (now >= self.read_at && self.has_room()).then(|| {
+        let is_read_due = now >= self.read_at && self.has_room();
+        let probes = self.due_probes(now);
+        self.has_read_probes = !probes.is_empty() && !(is_read_due && self.has_read_probes);
+        if self.has_read_probes {
+            return Some(OutboxRequest::ReadAgain(probes));
+        }
+        is_read_due.then(|| {
             self.read_is_outdated = false;
             OutboxRequest::Read(UnsentQuery {
-                max_rows: MAX_ROWS - self.active(),
+                max_rows: MAX_ROWS - self.rows.len(),
                 max_bytes: MAX_BYTES - self.bytes,
                 except: self.rows.keys().copied().collect(),
                 except_destinations: self.failing.keys().cloned().collect(),
@@ -283,13 +290,49 @@ impl RelayQueue {
         })
     }
 
-    /// The rows that do not wait for a failing address.
-    fn active(&self) -> usize {
-        self.rows.len().saturating_sub(self.failing.len())
+    fn has_room(&self) -> bool {
+        self.rows.len() <= MAX_ROWS / 2 && self.bytes < MAX_BYTES
     }
 
-    fn has_room(&self) -> bool {
-        self.active() <= MAX_ROWS / 2 && self.bytes < MAX_BYTES
+    /// The probes to read now. In memory are at most as many as may use a quarter of the slots, and
+    /// at most one that is large.
+    fn due_probes(&self, now: Instant) -> Vec<i64> {
+        let Some((mut room, mut bytes)) = self.probe_room() else {
+            return Vec::new();
+        };
+        let mut due: Vec<&FailingAddress> = self
+            .unread_probes()
+            .filter(|failing| failing.retry_at <= now)
+            .collect();
+        due.sort_unstable_by_key(|failing| failing.retry_at);
+        due.retain(|failing| {
+            let fits = room > 0 && bytes > 0;
+            if fits {
+                (room, bytes) = (room - 1, bytes.saturating_sub(failing.size));
+            }
+            fits
+        });
+        due.iter().map(|failing| failing.probe).collect()
+    }
+
+    /// How many probes, and bytes of them, may be read in addition to those in memory.
+    fn probe_room(&self) -> Option<(usize, usize)> {
+        let in_memory = self
+            .failing
+            .values()
+            .filter_map(|failing| self.rows.get(&failing.probe));
+        let (rows, bytes) = in_memory.fold((0, 0), |(rows, bytes), row| {
+            (rows + 1, bytes + row.message.size())
+        });
+        let max_rows = (self.max_in_flight / 4).max(1);
+        let room = (max_rows - rows.min(max_rows), MAX_PROBE_BYTES.saturating_sub(bytes));
+        (room.0 > 0 && room.1 > 0 && self.bytes < MAX_BYTES).then_some(room)
+    }
+
+    /// The failing addresses whose probe is not in memory.
+    fn unread_probes(&self) -> impl Iterator<Item = &FailingAddress> {
+        let failing = self.failing.values();
+        failing.filter(|failing| !self.rows.contains_key(&failing.probe))
     }
 
     /// The storage has executed a request.
@@ -298,7 +341,7 @@ impl RelayQueue {
         match request {
             OutboxRequest::Remove(numbers) => numbers.iter().for_each(|it| self.forget(*it)),
             OutboxRequest::Park { number, .. } => self.forget_key(*number),
-            OutboxRequest::Read(_) | OutboxRequest::Level => {}
+            OutboxRequest::Read(_) | OutboxRequest::ReadAgain(_) | OutboxRequest::Level => {}
         }
     }
 
@@ -324,46 +367,61 @@ impl RelayQueue {
         }
         self.idle.reset();
         self.read_at = now;
+        rows.into_iter().for_each(|row| self.insert(row));
+    }
+
+    /// Adds the probes that were read again. An operator has dropped those of the requested ones
+    /// that are missing: their addresses are read again.
+    pub(crate) fn add_probes(&mut self, requested: &[i64], rows: Vec<OutboxRow>, now: Instant) {
         for row in rows {
-            let number = row.number;
-            match ordered_key(&row.message) {
-                Some(key) => {
-                    let numbers = self.keys.entry(key).or_default();
-                    numbers.push_back(number);
-                    if numbers.len() == 1 {
-                        self.ready.insert(number);
-                    }
-                }
-                None => drop(self.ready.insert(number)),
+            let failing = self.failing.get(&address(&row.message));
+            if failing.is_some_and(|failing| failing.probe == row.number) {
+                self.insert(row);
             }
-            self.bytes += row.message.size();
-            let row = RelayRow {
-                message: Arc::new(row.message),
-                state: RowState::Waiting,
-            };
-            self.rows.insert(number, row);
+        }
+        let before = self.failing.len();
+        self.failing.retain(|_, failing| {
+            !requested.contains(&failing.probe) || self.rows.contains_key(&failing.probe)
+        });
+        if self.failing.len() < before {
+            self.read_at = now;
         }
     }
 
-    /// When [`begin`](Self::begin) or [`next_request`](Self::next_request) has to be called again
-    /// without another event.
+    fn insert(&mut self, row: OutboxRow) {
+        let number = row.number;
+        match ordered_key(&row.message) {
+            Some(key) => {
+                let numbers = self.keys.entry(key).or_default();
+                numbers.push_back(number);
+                if numbers.len() == 1 {
+                    self.ready.insert(number);
+                }
+            }
+            None => drop(self.ready.insert(number)),
+        }
+        self.bytes += row.message.size();
+        let row = RelayRow {
+            message: Arc::new(row.message),
+            state: RowState::Waiting,
+        };
+        self.rows.insert(number, row);
+    }
+
+    /// When [`next_request`](Self::next_request) has to be called again without another event.
     pub(crate) fn wakes_at(&self) -> Option<Instant> {
         if self.is_stopping {
             return None;
         }
-        let retries = self.failing.values().filter(|failing| {
-            let probe = self.rows.get(&failing.probe);
-            self.in_flight < self.max_in_flight
-                && probe.is_some_and(|row| row.state == RowState::Waiting)
-        });
+        if self.request_in_progress {
+            return None;
+        }
+        let retries = self.probe_room().into_iter().flat_map(|_| self.unread_probes());
         let read_at = self.has_room().then_some(self.read_at);
-        let requests = read_at
-            .into_iter()
-            .chain([self.level_at, self.answered_at + CHECK_INTERVAL])
-            .filter(|_| !self.request_in_progress);
         retries
             .map(|failing| failing.retry_at)
-            .chain(requests)
+            .chain(read_at)
+            .chain([self.level_at, self.answered_at + CHECK_INTERVAL])
             .min()
     }
 }

@@ -104,6 +104,13 @@ impl OutboxSession for FakeSession {
         Ok(selected.take(query.max_rows).cloned().collect())
     }
 
+    async fn read_again(&self, numbers: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+        self.check().await?;
+        let (rows, parked) = (self.0.rows.lock(), self.0.parked.lock());
+        let numbers = numbers.iter().filter(|it| !parked.contains_key(it));
+        Ok(numbers.filter_map(|it| rows.get(it).cloned()).collect())
+    }
+
     async fn remove(&self, numbers: &[i64]) -> Result<(), StoreError> {
         self.check().await?;
         self.0

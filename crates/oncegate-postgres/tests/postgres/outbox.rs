@@ -260,6 +260,12 @@ async fn rows_behind_a_parked_one_wait_and_reads_are_bounded() {
         ..all()
     };
     assert_eq!(numbers(&session, &without_booked).await, [other_key]);
+
+    session.park(no_key, "too large").await.expect("parked");
+    let again = session.read_again(&[first, behind, no_key]).await;
+    let again = again.expect("rows");
+    assert_eq!(again.len(), 1, "the others are deleted or parked");
+    assert_eq!(again[0].number, behind);
 }
 
 #[tokio::test(flavor = "multi_thread")]
