@@ -28,8 +28,11 @@ use queue::{OutboxRequest, RelayQueue};
 const MAX_IN_FLIGHT: usize = 64;
 /// How long a drain waits for confirms. Messages without one are published again.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
-/// The timeout of a request to the storage: after it, another process may be the leader.
+/// The timeout of a request to the storage. While one takes longer, another process may be the
+/// leader, so no further message is begun.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// The timeout of a read, which may pass over many rows that it does not return.
+const READ_TIMEOUT: Duration = Duration::from_secs(35);
 /// The pause between attempts to become the leader while another process is.
 const LEAD_INTERVAL: Duration = Duration::from_secs(1);
 /// How often a failure is logged per destination.
@@ -121,8 +124,7 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                 () = &mut shutdown => return Ok(()),
                 session = leading => match session {
                     Ok(session) => {
-                        backoff.reset();
-                        match self.lead(&session, shutdown.as_mut()).await {
+                        match self.lead(&session, shutdown.as_mut(), &mut backoff).await {
                             Ok(()) => {
                                 // The lock ends with the connection in any case.
                                 let _ = timeout(REQUEST_TIMEOUT, session.close()).await;
@@ -179,11 +181,13 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
     }
 
     /// Publishes until shutdown, or until a request of the session fails. Then it begins no further
-    /// message, and drops those in progress, because another process may be the leader.
+    /// message, and drops those in progress, because another process may be the leader. Resets the
+    /// backoff after a read.
     async fn lead(
         &self,
         session: &O::Session,
         mut shutdown: Pin<&mut (impl FusedFuture<Output = ()> + Send)>,
+        backoff: &mut Backoff,
     ) -> Result<(), StoreError> {
         let mut queue = RelayQueue::new(self.max_in_flight, Instant::now());
         let mut failures = FailureLog::default();
@@ -194,7 +198,9 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
         let mut drain_until = None;
         loop {
             let now = Instant::now();
-            while let Some((number, message)) = queue.begin() {
+            while !queue.is_without_answer(now)
+                && let Some((number, message)) = queue.begin()
+            {
                 publishing.push(async move {
                     let result = self.publisher.publish(&message).await;
                     (number, message, result)
@@ -221,7 +227,10 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                         Answer::Done => {}
                         Answer::Rows(rows) => match &request {
                             OutboxRequest::ReadAgain(probes) => queue.add_probes(probes, rows, now),
-                            _ => queue.add(rows, now),
+                            _ => {
+                                backoff.reset();
+                                queue.add(rows, now);
+                            }
                         },
                         Answer::Level(level) => gauges.set(level),
                     }
@@ -283,7 +292,7 @@ enum Answer {
     Level(OutboxLevel),
 }
 
-/// Executes a request, within [`REQUEST_TIMEOUT`].
+/// Executes a request, within its timeout.
 async fn execute(
     session: &impl OutboxSession,
     request: OutboxRequest,
@@ -303,9 +312,13 @@ async fn execute(
             }
         })
     };
-    let answer = timeout(REQUEST_TIMEOUT, executing).await;
+    let limit = match &request {
+        OutboxRequest::Read(_) | OutboxRequest::ReadAgain(_) => READ_TIMEOUT,
+        _ => REQUEST_TIMEOUT,
+    };
+    let answer = timeout(limit, executing).await;
     let answer = answer.unwrap_or_else(|_| {
-        let text = format!("no answer of the outbox within {REQUEST_TIMEOUT:?}");
+        let text = format!("no answer of the outbox within {limit:?}");
         Err(StoreError::Unknown(text.into()))
     })?;
     Ok((request, answer))

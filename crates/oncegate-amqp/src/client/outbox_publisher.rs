@@ -244,7 +244,9 @@ fn not_confirmed(text: &str) -> NotPublished {
 /// such a message is refused.
 fn properties(message: &OutboxMessage) -> Result<BasicProperties, NotPublished> {
     let names = [&message.id, &message.exchange, &message.destination];
-    let mut names = names.into_iter().chain(message.headers.iter().map(|it| &it.0));
+    let mut names = names
+        .into_iter()
+        .chain(message.headers.iter().map(|it| &it.0));
     if names.any(|name| name.len() > usize::from(u8::MAX)) {
         let text = "the id, the exchange, the routing key or the name of a header has more than 255 bytes; send the message with shorter ones";
         return Err(NotPublished::Refused(text.into()));

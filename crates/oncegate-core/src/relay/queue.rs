@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::time::Instant;
 
+use super::REQUEST_TIMEOUT;
 use crate::internal::Backoff;
 use crate::outbox::{NotPublished, OutboxMessage, OutboxRow, UnsentQuery};
 
@@ -29,7 +30,10 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// A request to the storage. One at a time is in progress.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum OutboxRequest {
-    Park { number: i64, error: String },
+    Park {
+        number: i64,
+        error: String,
+    },
     Remove(Vec<i64>),
     Read(UnsentQuery),
     /// Reads the rows with these numbers again: probes of failing addresses.
@@ -132,6 +136,11 @@ impl RelayQueue {
             && !self.request_in_progress
             && self.confirmed.is_empty()
             && self.refused.is_empty()
+    }
+
+    /// Whether the storage has not answered for so long that another process may be the leader.
+    pub(crate) fn is_without_answer(&self, now: Instant) -> bool {
+        now >= self.answered_at + CHECK_INTERVAL + REQUEST_TIMEOUT
     }
 
     /// The next message to publish now, if any. Its result goes to [`published`](Self::published).
@@ -325,7 +334,10 @@ impl RelayQueue {
             (rows + 1, bytes + row.message.size())
         });
         let max_rows = (self.max_in_flight / 4).max(1);
-        let room = (max_rows - rows.min(max_rows), MAX_PROBE_BYTES.saturating_sub(bytes));
+        let room = (
+            max_rows - rows.min(max_rows),
+            MAX_PROBE_BYTES.saturating_sub(bytes),
+        );
         (room.0 > 0 && room.1 > 0 && self.bytes < MAX_BYTES).then_some(room)
     }
 
@@ -416,7 +428,10 @@ impl RelayQueue {
         if self.request_in_progress {
             return None;
         }
-        let retries = self.probe_room().into_iter().flat_map(|_| self.unread_probes());
+        let retries = self
+            .probe_room()
+            .into_iter()
+            .flat_map(|_| self.unread_probes());
         let read_at = self.has_room().then_some(self.read_at);
         retries
             .map(|failing| failing.retry_at)

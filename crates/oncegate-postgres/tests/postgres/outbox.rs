@@ -269,6 +269,28 @@ async fn rows_behind_a_parked_one_wait_and_reads_are_bounded() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_read_considers_a_thousand_destinations_and_the_next_one_others() {
+    let (pool, _) = tables().await;
+    let session = session(&pool).await;
+    let insert = "INSERT INTO oncegate_outbox (id, exchange, destination, headers, body)
+        SELECT n, 'x', to_char(n, 'FM0000'), '[]', '' FROM generate_series(1, 2500) AS n";
+    pool.execute(insert).await.expect("inserted");
+    let max_rows = 10_000;
+    let query = UnsentQuery { max_rows, ..all() };
+    for expected in [1..=1_000, 1_001..=2_000, 2_001..=2_500, 1..=1_000] {
+        let expected: Vec<i64> = expected.collect();
+        assert_eq!(numbers(&session, &query).await, expected);
+    }
+    let failing = (1..=2_499).map(|number| ("x".to_owned(), format!("{number:04}")));
+    let except_destinations = failing.collect();
+    let only_last = UnsentQuery {
+        except_destinations,
+        ..all()
+    };
+    assert_eq!(numbers(&session, &only_last).await, [2_500]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_unreadable_row_is_parked_and_others_are_read() {
     let (pool, _) = tables().await;
     let session = session(&pool).await;
