@@ -11,7 +11,7 @@ use oncegate_core::outbox::{
 };
 use oncegate_core::{MessageId, StoreError};
 use sqlx::postgres::{PgConnection, PgRow};
-use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, Row, query};
+use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, QueryBuilder, Row, query};
 use tokio::sync::Mutex;
 
 use crate::failure::{self, StatementStage};
@@ -459,9 +459,7 @@ fn decode(row: &PgRow) -> Result<OutboxMessage, sqlx::Error> {
 /// The columns of [`ListedMessage`].
 const LIST: &str = "
 SELECT number, id, exchange, destination, floor(extract(epoch FROM created) * 1000)::int8, octet_length(body)::int8, error
-FROM oncegate_outbox
-WHERE ($1 OR error IS NOT NULL) AND ($2::text IS NULL OR destination = $2) AND ($3::int8[] IS NULL OR number = ANY ($3))
-ORDER BY number LIMIT $4";
+FROM oncegate_outbox WHERE true";
 
 /// Which messages of the outbox a command is for. The default is all parked ones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -505,14 +503,22 @@ impl Postgres {
         filter: &OutboxFilter,
         limit: usize,
     ) -> Result<Vec<ListedMessage>, StoreError> {
-        let numbers = (!filter.numbers.is_empty()).then_some(&filter.numbers);
-        let list = query(LIST)
-            .bind(filter.unsent)
-            .bind(&filter.destination)
-            .bind(numbers)
-            .bind(i64::try_from(limit).unwrap_or(i64::MAX));
+        // A condition that depends on a parameter would keep a generic plan from using an index.
+        let mut list = QueryBuilder::new(LIST);
+        if !filter.unsent {
+            list.push(" AND error IS NOT NULL");
+        }
+        if let Some(destination) = &filter.destination {
+            list.push(" AND destination = ").push_bind(destination);
+        }
+        if !filter.numbers.is_empty() {
+            let numbers = list.push(" AND number = ANY (");
+            numbers.push_bind(&filter.numbers).push(")");
+        }
+        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+        list.push(" ORDER BY number LIMIT ").push_bind(limit);
         let read = async |connection: &mut PgConnection| {
-            let rows = list.fetch_all(connection).await?;
+            let rows = list.build().fetch_all(connection).await?;
             rows.iter().map(listed).collect()
         };
         let listed = self.connections().read(self.timeout_setting(), read);
