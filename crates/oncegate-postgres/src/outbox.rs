@@ -537,14 +537,17 @@ impl Postgres {
         .await
     }
 
-    /// Deletes a message. If it is not parked, a relay may be publishing it. Returns whether the
-    /// row existed.
+    /// Deletes a listed message. If it is not parked, a relay may be publishing it. Returns whether
+    /// the row existed, and is parked if it was when it was listed.
     ///
     /// # Errors
     /// As for [`Store::apply`](oncegate_core::Store::apply).
-    pub async fn drop_outbox(&self, number: i64) -> Result<bool, StoreError> {
-        self.change_outbox("DELETE FROM oncegate_outbox WHERE number = $1", number)
-            .await
+    pub async fn drop_outbox(&self, message: &ListedMessage) -> Result<bool, StoreError> {
+        let sql = match message.error {
+            Some(_) => "DELETE FROM oncegate_outbox WHERE number = $1 AND error IS NOT NULL",
+            None => "DELETE FROM oncegate_outbox WHERE number = $1 AND error IS NULL",
+        };
+        self.change_outbox(sql, message.number).await
     }
 
     async fn change_outbox(&self, sql: &'static str, number: i64) -> Result<bool, StoreError> {

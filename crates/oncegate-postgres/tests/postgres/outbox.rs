@@ -12,7 +12,7 @@ use oncegate_core::{
     Consumer, Context, Failure, FailureExt, IdSource, MemoryBroker, Message, Relay, SourceError,
     Store, StoreError, TransactionalHandler,
 };
-use oncegate_postgres::{Postgres, PostgresInbox, PostgresOutbox, PostgresTransaction};
+use oncegate_postgres::{OutboxFilter, Postgres, PostgresInbox, PostgresOutbox, PostgresTransaction};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, Row, query};
 use tokio::sync::Notify;
@@ -299,6 +299,29 @@ async fn an_unreadable_row_is_parked_and_others_are_read() {
     spoil.execute(&pool).await.expect("updated");
     assert_eq!(numbers(&session, &all()).await, [good]);
     assert_eq!(session.level().await.expect("a level").parked, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_a_message_in_its_listed_state_is_dropped() {
+    let (pool, _) = tables().await;
+    let (store, session) = (Postgres::pool(&pool), session(&pool).await);
+    let (first, second) = (insert(&pool, None, 0).await, insert(&pool, None, 0).await);
+    session.park(first, "too large").await.expect("parked");
+    let list = async |filter: OutboxFilter| store.list_outbox(&filter, 10).await.expect("a list");
+    let parked = list(OutboxFilter::default()).await;
+    assert_eq!(parked.len(), 1);
+    assert!(store.retry_outbox(first).await.expect("an answer"));
+    assert!(!store.drop_outbox(&parked[0]).await.expect("an answer"));
+    let unsent = list(OutboxFilter {
+        unsent: true,
+        destination: Some("booked".into()),
+        numbers: vec![first, second],
+    });
+    let unsent = unsent.await;
+    assert_eq!(unsent.len(), 2);
+    session.park(second, "too large").await.expect("parked");
+    assert!(store.drop_outbox(&unsent[0]).await.expect("an answer"));
+    assert!(!store.drop_outbox(&unsent[1]).await.expect("an answer"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
