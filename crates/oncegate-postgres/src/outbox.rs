@@ -316,9 +316,11 @@ impl PostgresOutboxSession {
         Ok(executed.map(drop).map_err(|error| self.failure(error))?)
     }
 
-    /// The messages of these rows; parks unreadable ones.
+    /// The messages of these rows. Parks unreadable ones, and then returns none, because later rows
+    /// of their keys have to wait.
     async fn decode_all(&self, rows: &[PgRow]) -> Result<Vec<OutboxRow>, StoreError> {
         let mut messages = Vec::with_capacity(rows.len());
+        let mut is_readable = true;
         for row in rows {
             let number = row.try_get(0).map_err(|error| self.failure(error))?;
             match decode(row) {
@@ -327,8 +329,12 @@ impl PostgresOutboxSession {
                     tracing::error!(number, %error, "unreadable row of the table oncegate_outbox; it is parked; correct or delete it");
                     self.park(number, &format!("unreadable row: {error}"))
                         .await?;
+                    is_readable = false;
                 }
             }
+        }
+        if !is_readable {
+            messages.clear();
         }
         Ok(messages)
     }
