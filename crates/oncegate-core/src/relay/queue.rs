@@ -57,8 +57,10 @@ pub(crate) struct RelayQueue {
     /// published.
     keys: HashMap<OrderedKey, VecDeque<i64>>,
     /// Waiting rows that are the first of their key, or have no key.
-    ready: BTreeSet<i64>,
+    ready: HashMap<Address, BTreeSet<i64>>,
     in_flight: usize,
+    /// The messages in flight by address.
+    in_flight_to: HashMap<Address, usize>,
     confirmed: Vec<i64>,
     refused: VecDeque<(i64, String)>,
     /// Addresses at which publishing failed.
@@ -109,8 +111,9 @@ impl RelayQueue {
             rows: BTreeMap::new(),
             bytes: 0,
             keys: HashMap::new(),
-            ready: BTreeSet::new(),
+            ready: HashMap::new(),
             in_flight: 0,
+            in_flight_to: HashMap::new(),
             confirmed: Vec::new(),
             refused: VecDeque::new(),
             failing: HashMap::new(),
@@ -148,12 +151,43 @@ impl RelayQueue {
         if self.is_stopping || self.in_flight >= self.max_in_flight {
             return None;
         }
-        let number = self.ready.first().copied()?;
-        self.ready.remove(&number);
+        let number = self.next_ready()?;
+        let at = address(&self.rows[&number].message);
+        self.unready(&at, number);
         self.in_flight += 1;
+        *self.in_flight_to.entry(at).or_default() += 1;
         let row = self.rows.get_mut(&number)?;
         row.state = RowState::Publishing;
         Some((number, Arc::clone(&row.message)))
+    }
+
+    /// The first ready row of an address with less than half of the slots, or else of any address
+    /// that leaves an eighth of the slots to others: a broker may not answer for one of them.
+    fn next_ready(&self) -> Option<i64> {
+        let (half, most) = (
+            (self.max_in_flight / 2).max(1),
+            self.max_in_flight - self.max_in_flight / 8,
+        );
+        let first = |(at, numbers): (&Address, &BTreeSet<i64>)| {
+            let in_flight = self.in_flight_to.get(at).copied().unwrap_or(0);
+            let number = numbers.first().copied()?;
+            (in_flight < most).then_some((in_flight >= half, number))
+        };
+        let (_, number) = self.ready.iter().filter_map(first).min()?;
+        Some(number)
+    }
+
+    fn make_ready(&mut self, at: Address, number: i64) {
+        self.ready.entry(at).or_default().insert(number);
+    }
+
+    fn unready(&mut self, at: &Address, number: i64) {
+        if let Some(numbers) = self.ready.get_mut(at) {
+            numbers.remove(&number);
+            if numbers.is_empty() {
+                self.ready.remove(at);
+            }
+        }
     }
 
     /// Takes the result of a message that was begun. Returns the pause after a failure.
@@ -166,6 +200,12 @@ impl RelayQueue {
         let row = self.rows.get_mut(&number)?;
         self.in_flight -= 1;
         let at = address(&row.message);
+        if let Some(in_flight) = self.in_flight_to.get_mut(&at) {
+            *in_flight -= 1;
+            if *in_flight == 0 {
+                self.in_flight_to.remove(&at);
+            }
+        }
         let is_probe = self.failing.get(&at).is_some_and(|it| it.probe == number);
         row.state = RowState::Ended;
         match result {
@@ -193,8 +233,8 @@ impl RelayQueue {
             return;
         };
         numbers.pop_front();
-        match numbers.front() {
-            Some(next) => drop(self.ready.insert(*next)),
+        match numbers.front().copied() {
+            Some(next) => self.make_ready(key.0, next),
             None => drop(self.keys.remove(&key)),
         }
     }
@@ -246,7 +286,7 @@ impl RelayQueue {
             return;
         };
         self.bytes -= row.message.size();
-        self.ready.remove(&number);
+        self.unready(&address(&row.message), number);
         let Some(key) = ordered_key(&row.message) else {
             return;
         };
@@ -402,15 +442,13 @@ impl RelayQueue {
 
     fn insert(&mut self, row: OutboxRow) {
         let number = row.number;
-        match ordered_key(&row.message) {
-            Some(key) => {
-                let numbers = self.keys.entry(key).or_default();
-                numbers.push_back(number);
-                if numbers.len() == 1 {
-                    self.ready.insert(number);
-                }
-            }
-            None => drop(self.ready.insert(number)),
+        let is_first = ordered_key(&row.message).is_none_or(|key| {
+            let numbers = self.keys.entry(key).or_default();
+            numbers.push_back(number);
+            numbers.len() == 1
+        });
+        if is_first {
+            self.make_ready(address(&row.message), number);
         }
         self.bytes += row.message.size();
         let row = RelayRow {

@@ -185,6 +185,38 @@ async fn probes_leave_memory_and_slots_to_other_destinations() {
     assert!(matches!(read, Some(OutboxRequest::Read(_))), "{read:?}");
 }
 
+#[tokio::test]
+async fn one_destination_leaves_slots_to_others() {
+    let now = Instant::now();
+    let of = |numbers: std::ops::RangeInclusive<i64>, destination| {
+        numbers.map(move |number| row(number, destination, None))
+    };
+    let mut queue = queue(of(1..=20, "a").chain(of(21..=40, "b")).collect(), now);
+    assert_eq!(begun(&mut queue), [1, 2, 3, 4, 21, 22, 23, 24]);
+    let mut alone = self::queue(of(1..=20, "a").collect(), now);
+    assert_eq!(begun(&mut alone).len(), 7);
+    alone.add(of(21..=21, "b").collect(), now);
+    assert_eq!(begun(&mut alone), [21]);
+}
+
+#[tokio::test]
+async fn probes_use_a_quarter_of_the_slots() {
+    let now = Instant::now();
+    let names = ["a", "b", "c", "d"];
+    let rows = || {
+        (1..)
+            .zip(names)
+            .map(|(number, name)| row(number, name, None))
+    };
+    let mut queue = queue(rows().collect(), now);
+    for number in begun(&mut queue) {
+        queue.published(number, &not_confirmed(), now);
+    }
+    let later = now + SECOND;
+    let probes = read_again(&mut queue, Vec::new(), later);
+    assert_eq!(probes.len(), 2, "of 8 slots");
+}
+
 /// A storage in which transactions commit in any order.
 #[derive(Default)]
 struct ModelStorage {

@@ -12,7 +12,9 @@ use oncegate_core::{
     Consumer, Context, Failure, FailureExt, IdSource, MemoryBroker, Message, Relay, SourceError,
     Store, StoreError, TransactionalHandler,
 };
-use oncegate_postgres::{OutboxFilter, Postgres, PostgresInbox, PostgresOutbox, PostgresTransaction};
+use oncegate_postgres::{
+    OutboxFilter, Postgres, PostgresInbox, PostgresOutbox, PostgresTransaction,
+};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, Row, query};
 use tokio::sync::Notify;
