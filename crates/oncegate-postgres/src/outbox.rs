@@ -78,13 +78,16 @@ SELECT exchange, destination FROM address LIMIT $3";
 /// Rows of these destinations, in the order of their numbers, from all that are present. Numbers are
 /// committed in any order, so `number > <the last one>` would lose rows. Of 1,000,000 rows of
 /// 1,000,000 destinations, 512 take 30 ms.
+///
+/// `OFFSET 0` keeps the planner from joining each row with all parked ones of its destination, which
+/// with 20,000 of them, before they were analyzed, took 8 s instead of 3 ms.
 const READ: &str = "
 WITH unsent AS MATERIALIZED (
     SELECT u.number, u.size FROM unnest($2::text[], $3::text[]) AS a (exchange, destination) CROSS JOIN LATERAL (
         SELECT o.number, octet_length(o.body) AS size FROM oncegate_outbox AS o
         WHERE o.error IS NULL AND o.exchange = a.exchange AND o.destination = a.destination AND o.number <> ALL ($1)
             AND NOT EXISTS (SELECT FROM oncegate_outbox AS parked WHERE parked.error IS NOT NULL AND parked.exchange = o.exchange
-                AND parked.destination = o.destination AND parked.key = o.key AND parked.number < o.number)
+                AND parked.destination = o.destination AND parked.key = o.key AND parked.number < o.number OFFSET 0)
         ORDER BY o.number LIMIT $6
     ) AS u ORDER BY u.number LIMIT $4
 )

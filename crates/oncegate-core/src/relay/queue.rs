@@ -324,7 +324,8 @@ impl RelayQueue {
         }
         let is_read_due = now >= self.read_at && self.has_room();
         let probes = self.due_probes(now);
-        self.has_read_probes = !probes.is_empty() && !(is_read_due && self.has_read_probes);
+        let is_turn_of_rows = is_read_due && self.has_read_probes;
+        self.has_read_probes = !probes.is_empty() && !is_turn_of_rows;
         if self.has_read_probes {
             return Some(OutboxRequest::ReadAgain(probes));
         }
