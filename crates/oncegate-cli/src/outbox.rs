@@ -270,7 +270,7 @@ mod on_postgres {
             let pending = audit.begin(action, confirm.why.as_deref()).await?;
             let changed = match change {
                 OutboxChange::Retry => postgres.retry_outbox(message.number).await,
-                OutboxChange::Drop => postgres.drop_outbox(message.number).await,
+                OutboxChange::Drop => postgres.drop_outbox(message).await,
             };
             let changed = match changed {
                 Ok(true) => Ok(()),

@@ -286,9 +286,10 @@ pub trait Outbox: Send + Sync + 'static {
 /// What the leader does with the rows of an [`Outbox`]. After an error the session is dropped, and
 /// the relay tries to become the leader again.
 pub trait OutboxSession: Send + Sync + 'static {
-    /// The rows with the lowest numbers that this query selects, in order of their numbers. All
-    /// rows that are present are considered, because a row may be committed after rows with
-    /// greater numbers. Not selected are parked rows, and rows behind a parked one: those with
+    /// Of each destination the rows with the lowest numbers that this query selects, all in order of
+    /// their numbers. All rows that are present are considered, because a row may be committed
+    /// after rows with greater numbers. A storage may return the rows of some destinations only, if
+    /// later reads return those of the others. Not selected are parked rows, and rows behind a parked one: those with
     /// the same exchange, destination and key, and a greater number.
     ///
     /// # Errors
@@ -296,6 +297,15 @@ pub trait OutboxSession: Send + Sync + 'static {
     fn read(
         &self,
         query: &UnsentQuery,
+    ) -> impl Future<Output = Result<Vec<OutboxRow>, StoreError>> + Send;
+
+    /// Those of the rows with these numbers that are present and not parked.
+    ///
+    /// # Errors
+    /// The session is lost.
+    fn read_again(
+        &self,
+        numbers: &[i64],
     ) -> impl Future<Output = Result<Vec<OutboxRow>, StoreError>> + Send;
 
     /// Deletes rows whose messages were published.

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::StreamExt;
+use futures_util::future::FusedFuture;
 use futures_util::stream::FuturesUnordered;
 use metrics::{counter, gauge};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -27,8 +28,11 @@ use queue::{OutboxRequest, RelayQueue};
 const MAX_IN_FLIGHT: usize = 64;
 /// How long a drain waits for confirms. Messages without one are published again.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
-/// The timeout of a request to the storage: after it, another process may be the leader.
+/// The timeout of a request to the storage. While one takes longer, another process may be the
+/// leader, so no further message is begun.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// The timeout of a read, which may pass over many rows that it does not return.
+const READ_TIMEOUT: Duration = Duration::from_secs(35);
 /// The pause between attempts to become the leader while another process is.
 const LEAD_INTERVAL: Duration = Duration::from_secs(1);
 /// How often a failure is logged per destination.
@@ -120,13 +124,15 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                 () = &mut shutdown => return Ok(()),
                 session = leading => match session {
                     Ok(session) => {
-                        backoff.reset();
-                        match self.lead(&session, shutdown.as_mut()).await {
+                        match self.lead(&session, shutdown.as_mut(), &mut backoff).await {
                             Ok(()) => {
                                 // The lock ends with the connection in any case.
                                 let _ = timeout(REQUEST_TIMEOUT, session.close()).await;
                                 return Ok(());
                             }
+                            // `lead` has received the shutdown: messages without a confirm are
+                            // published again.
+                            Err(_) if shutdown.is_terminated() => return Ok(()),
                             Err(error) => error,
                         }
                     }
@@ -175,11 +181,13 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
     }
 
     /// Publishes until shutdown, or until a request of the session fails. Then it begins no further
-    /// message, and drops those in progress, because another process may be the leader.
+    /// message, and drops those in progress, because another process may be the leader. Resets the
+    /// backoff after a read.
     async fn lead(
         &self,
         session: &O::Session,
-        mut shutdown: Pin<&mut (impl futures_util::future::FusedFuture<Output = ()> + Send)>,
+        mut shutdown: Pin<&mut (impl FusedFuture<Output = ()> + Send)>,
+        backoff: &mut Backoff,
     ) -> Result<(), StoreError> {
         let mut queue = RelayQueue::new(self.max_in_flight, Instant::now());
         let mut failures = FailureLog::default();
@@ -190,7 +198,9 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
         let mut drain_until = None;
         loop {
             let now = Instant::now();
-            while let Some((number, message)) = queue.begin(now) {
+            while !queue.is_without_answer(now)
+                && let Some((number, message)) = queue.begin()
+            {
                 publishing.push(async move {
                     let result = self.publisher.publish(&message).await;
                     (number, message, result)
@@ -215,7 +225,13 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                     queue.answered(&request, now);
                     match answer {
                         Answer::Done => {}
-                        Answer::Rows(rows) => queue.add(rows, now),
+                        Answer::Rows(rows) => match &request {
+                            OutboxRequest::ReadAgain(probes) => queue.add_probes(probes, rows, now),
+                            _ => {
+                                backoff.reset();
+                                queue.add(rows, now);
+                            }
+                        },
                         Answer::Level(level) => gauges.set(level),
                     }
                 }
@@ -276,7 +292,7 @@ enum Answer {
     Level(OutboxLevel),
 }
 
-/// Executes a request, within [`REQUEST_TIMEOUT`].
+/// Executes a request, within its timeout.
 async fn execute(
     session: &impl OutboxSession,
     request: OutboxRequest,
@@ -284,6 +300,7 @@ async fn execute(
     let executing = async {
         Ok(match &request {
             OutboxRequest::Read(query) => Answer::Rows(session.read(query).await?),
+            OutboxRequest::ReadAgain(numbers) => Answer::Rows(session.read_again(numbers).await?),
             OutboxRequest::Level => Answer::Level(session.level().await?),
             OutboxRequest::Remove(numbers) => {
                 session.remove(numbers).await?;
@@ -295,9 +312,13 @@ async fn execute(
             }
         })
     };
-    let answer = timeout(REQUEST_TIMEOUT, executing).await;
+    let limit = match &request {
+        OutboxRequest::Read(_) | OutboxRequest::ReadAgain(_) => READ_TIMEOUT,
+        _ => REQUEST_TIMEOUT,
+    };
+    let answer = timeout(limit, executing).await;
     let answer = answer.unwrap_or_else(|_| {
-        let text = format!("no answer of the outbox within {REQUEST_TIMEOUT:?}");
+        let text = format!("no answer of the outbox within {limit:?}");
         Err(StoreError::Unknown(text.into()))
     })?;
     Ok((request, answer))

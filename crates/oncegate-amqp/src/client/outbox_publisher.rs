@@ -132,7 +132,7 @@ impl RabbitMqPublisher {
                 "RabbitMQ blocks publishing because of a resource alarm; free memory or disk space on the broker",
             ));
         }
-        let properties = properties(message);
+        let properties = properties(message)?;
         let (size, limit) = (
             header_frame_size(&properties),
             max_header_frame(connection.configuration().frame_max()),
@@ -240,7 +240,17 @@ fn not_confirmed(text: &str) -> NotPublished {
     NotPublished::NotConfirmed(text.into())
 }
 
-fn properties(message: &OutboxMessage) -> BasicProperties {
+/// The properties of a message. The client panics if a name of AMQP has more than 255 bytes, so
+/// such a message is refused.
+fn properties(message: &OutboxMessage) -> Result<BasicProperties, NotPublished> {
+    let names = [&message.id, &message.exchange, &message.destination];
+    let mut names = names
+        .into_iter()
+        .chain(message.headers.iter().map(|it| &it.0));
+    if names.any(|name| name.len() > usize::from(u8::MAX)) {
+        let text = "the id, the exchange, the routing key or the name of a header has more than 255 bytes; send the message with shorter ones";
+        return Err(NotPublished::Refused(text.into()));
+    }
     let mut table = FieldTable::default();
     let mut properties = BasicProperties::default()
         .with_delivery_mode(2)
@@ -260,15 +270,29 @@ fn properties(message: &OutboxMessage) -> BasicProperties {
         );
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    properties
-        .with_timestamp(now.unwrap_or_default().as_secs())
-        .with_headers(table)
+    let properties = properties.with_timestamp(now.unwrap_or_default().as_secs());
+    Ok(properties.with_headers(table))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::RabbitMq;
+
+    #[test]
+    fn a_message_with_a_name_that_is_too_long_is_refused() {
+        assert!(properties(&OutboxMessage::new("i".repeat(255), "q", "")).is_ok());
+        let mut with_header = OutboxMessage::new("t/1", "q", "");
+        with_header.headers = vec![("h".repeat(256), "v".into())];
+        for message in [
+            OutboxMessage::new("i".repeat(256), "q", ""),
+            OutboxMessage::new("t/1", "q".repeat(256), ""),
+            with_header,
+        ] {
+            let refused = properties(&message);
+            assert!(matches!(refused, Err(NotPublished::Refused(_))));
+        }
+    }
 
     #[tokio::test]
     async fn wrong_settings_are_named_at_the_start_and_no_output_has_the_password() {

@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::time::Instant;
 
+use super::REQUEST_TIMEOUT;
 use crate::internal::Backoff;
 use crate::outbox::{NotPublished, OutboxMessage, OutboxRow, UnsentQuery};
 
@@ -15,6 +16,8 @@ use crate::outbox::{NotPublished, OutboxMessage, OutboxRow, UnsentQuery};
 const MAX_ROWS: usize = 512;
 /// The size of the rows in memory above which none are read.
 const MAX_BYTES: usize = 32 * 1024 * 1024;
+/// The size of the probes in memory above which none are read.
+const MAX_PROBE_BYTES: usize = MAX_BYTES / 4;
 /// The pauses between reads that find nothing.
 const FIRST_IDLE_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_IDLE_PAUSE: Duration = Duration::from_millis(250);
@@ -27,9 +30,14 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// A request to the storage. One at a time is in progress.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum OutboxRequest {
-    Park { number: i64, error: String },
+    Park {
+        number: i64,
+        error: String,
+    },
     Remove(Vec<i64>),
     Read(UnsentQuery),
+    /// Reads the rows with these numbers again: probes of failing addresses.
+    ReadAgain(Vec<i64>),
     Level,
 }
 
@@ -49,12 +57,16 @@ pub(crate) struct RelayQueue {
     /// published.
     keys: HashMap<OrderedKey, VecDeque<i64>>,
     /// Waiting rows that are the first of their key, or have no key.
-    ready: BTreeSet<i64>,
+    ready: HashMap<Address, BTreeSet<i64>>,
     in_flight: usize,
+    /// The messages in flight by address.
+    in_flight_to: HashMap<Address, usize>,
     confirmed: Vec<i64>,
     refused: VecDeque<(i64, String)>,
     /// Addresses at which publishing failed.
     failing: HashMap<Address, FailingAddress>,
+    /// Whether the last read was one of probes: the next one is not, so that neither waits for ever.
+    has_read_probes: bool,
     /// Whether rows were dropped while a read is in progress, whose answer may contain later rows
     /// of the same keys.
     read_is_outdated: bool,
@@ -80,11 +92,14 @@ enum RowState {
     Ended,
 }
 
-/// An address at which publishing failed. One row, the probe, is published again; the others are
-/// dropped from memory and not read until the probe is confirmed or refused.
+/// An address at which publishing failed. One row, the probe, is read and published again when its
+/// retry is due. All rows of the address are dropped from memory, and the others are not read until
+/// the probe is confirmed, refused or no longer stored.
 #[derive(Debug)]
 struct FailingAddress {
     probe: i64,
+    /// The size of the probe in bytes.
+    size: usize,
     backoff: Backoff,
     retry_at: Instant,
 }
@@ -96,11 +111,13 @@ impl RelayQueue {
             rows: BTreeMap::new(),
             bytes: 0,
             keys: HashMap::new(),
-            ready: BTreeSet::new(),
+            ready: HashMap::new(),
             in_flight: 0,
+            in_flight_to: HashMap::new(),
             confirmed: Vec::new(),
             refused: VecDeque::new(),
             failing: HashMap::new(),
+            has_read_probes: false,
             read_is_outdated: false,
             is_stopping: false,
             request_in_progress: false,
@@ -124,20 +141,53 @@ impl RelayQueue {
             && self.refused.is_empty()
     }
 
+    /// Whether the storage has not answered for so long that another process may be the leader.
+    pub(crate) fn is_without_answer(&self, now: Instant) -> bool {
+        now >= self.answered_at + CHECK_INTERVAL + REQUEST_TIMEOUT
+    }
+
     /// The next message to publish now, if any. Its result goes to [`published`](Self::published).
-    pub(crate) fn begin(&mut self, now: Instant) -> Option<(i64, Arc<OutboxMessage>)> {
+    pub(crate) fn begin(&mut self) -> Option<(i64, Arc<OutboxMessage>)> {
         if self.is_stopping || self.in_flight >= self.max_in_flight {
             return None;
         }
-        let number = self.ready.iter().copied().find(|number| {
-            let failing = self.failing.get(&address(&self.rows[number].message));
-            failing.is_none_or(|failing| failing.retry_at <= now)
-        })?;
-        self.ready.remove(&number);
+        let number = self.next_ready()?;
+        let at = address(&self.rows[&number].message);
+        self.unready(&at, number);
         self.in_flight += 1;
+        *self.in_flight_to.entry(at).or_default() += 1;
         let row = self.rows.get_mut(&number)?;
         row.state = RowState::Publishing;
         Some((number, Arc::clone(&row.message)))
+    }
+
+    /// The first ready row of an address with less than half of the slots, or else of any address
+    /// that leaves an eighth of the slots to others: a broker may not answer for one of them.
+    fn next_ready(&self) -> Option<i64> {
+        let (half, most) = (
+            (self.max_in_flight / 2).max(1),
+            self.max_in_flight - self.max_in_flight / 8,
+        );
+        let first = |(at, numbers): (&Address, &BTreeSet<i64>)| {
+            let in_flight = self.in_flight_to.get(at).copied().unwrap_or(0);
+            let number = numbers.first().copied()?;
+            (in_flight < most).then_some((in_flight >= half, number))
+        };
+        let (_, number) = self.ready.iter().filter_map(first).min()?;
+        Some(number)
+    }
+
+    fn make_ready(&mut self, at: Address, number: i64) {
+        self.ready.entry(at).or_default().insert(number);
+    }
+
+    fn unready(&mut self, at: &Address, number: i64) {
+        if let Some(numbers) = self.ready.get_mut(at) {
+            numbers.remove(&number);
+            if numbers.is_empty() {
+                self.ready.remove(at);
+            }
+        }
     }
 
     /// Takes the result of a message that was begun. Returns the pause after a failure.
@@ -150,6 +200,12 @@ impl RelayQueue {
         let row = self.rows.get_mut(&number)?;
         self.in_flight -= 1;
         let at = address(&row.message);
+        if let Some(in_flight) = self.in_flight_to.get_mut(&at) {
+            *in_flight -= 1;
+            if *in_flight == 0 {
+                self.in_flight_to.remove(&at);
+            }
+        }
         let is_probe = self.failing.get(&at).is_some_and(|it| it.probe == number);
         row.state = RowState::Ended;
         match result {
@@ -177,8 +233,8 @@ impl RelayQueue {
             return;
         };
         numbers.pop_front();
-        match numbers.front() {
-            Some(next) => drop(self.ready.insert(*next)),
+        match numbers.front().copied() {
+            Some(next) => self.make_ready(key.0, next),
             None => drop(self.keys.remove(&key)),
         }
     }
@@ -193,34 +249,28 @@ impl RelayQueue {
             }
             let pause = failing.backoff.advance_with_jitter();
             failing.retry_at = now + pause;
-            self.wait(number);
+            self.forget(number);
             return pause;
         }
-        let waiting: Vec<i64> = self
+        let size = self.rows[&number].message.size();
+        let dropped: Vec<i64> = self
             .rows
             .iter()
             .filter(|(_, row)| row.state == RowState::Waiting && address(&row.message) == at)
-            .map(|(number, _)| *number)
+            .map(|(waiting, _)| *waiting)
+            .chain([number])
             .collect();
-        self.drop_rows(&waiting);
-        self.wait(number);
+        self.drop_rows(&dropped);
         let mut backoff = Backoff::default();
         let pause = backoff.advance_with_jitter();
         let failing = FailingAddress {
             probe: number,
+            size,
             backoff,
             retry_at: now + pause,
         };
         self.failing.insert(at, failing);
-        self.read_is_outdated = true;
         pause
-    }
-
-    fn wait(&mut self, number: i64) {
-        if let Some(row) = self.rows.get_mut(&number) {
-            row.state = RowState::Waiting;
-            self.ready.insert(number);
-        }
     }
 
     /// Removes rows from memory, which are read again later.
@@ -236,7 +286,7 @@ impl RelayQueue {
             return;
         };
         self.bytes -= row.message.size();
-        self.ready.remove(&number);
+        self.unready(&address(&row.message), number);
         let Some(key) = ordered_key(&row.message) else {
             return;
         };
@@ -272,10 +322,17 @@ impl RelayQueue {
             self.level_at = now + LEVEL_INTERVAL;
             return Some(OutboxRequest::Level);
         }
-        (now >= self.read_at && self.has_room()).then(|| {
+        let is_read_due = now >= self.read_at && self.has_room();
+        let probes = self.due_probes(now);
+        let is_turn_of_rows = is_read_due && self.has_read_probes;
+        self.has_read_probes = !probes.is_empty() && !is_turn_of_rows;
+        if self.has_read_probes {
+            return Some(OutboxRequest::ReadAgain(probes));
+        }
+        is_read_due.then(|| {
             self.read_is_outdated = false;
             OutboxRequest::Read(UnsentQuery {
-                max_rows: MAX_ROWS - self.active(),
+                max_rows: MAX_ROWS - self.rows.len(),
                 max_bytes: MAX_BYTES - self.bytes,
                 except: self.rows.keys().copied().collect(),
                 except_destinations: self.failing.keys().cloned().collect(),
@@ -283,13 +340,52 @@ impl RelayQueue {
         })
     }
 
-    /// The rows that do not wait for a failing address.
-    fn active(&self) -> usize {
-        self.rows.len().saturating_sub(self.failing.len())
+    fn has_room(&self) -> bool {
+        self.rows.len() <= MAX_ROWS / 2 && self.bytes < MAX_BYTES
     }
 
-    fn has_room(&self) -> bool {
-        self.active() <= MAX_ROWS / 2 && self.bytes < MAX_BYTES
+    /// The probes to read now. In memory are at most as many as may use a quarter of the slots, and
+    /// at most one that is large.
+    fn due_probes(&self, now: Instant) -> Vec<i64> {
+        let Some((mut room, mut bytes)) = self.probe_room() else {
+            return Vec::new();
+        };
+        let mut due: Vec<&FailingAddress> = self
+            .unread_probes()
+            .filter(|failing| failing.retry_at <= now)
+            .collect();
+        due.sort_unstable_by_key(|failing| failing.retry_at);
+        due.retain(|failing| {
+            let fits = room > 0 && bytes > 0;
+            if fits {
+                (room, bytes) = (room - 1, bytes.saturating_sub(failing.size));
+            }
+            fits
+        });
+        due.iter().map(|failing| failing.probe).collect()
+    }
+
+    /// How many probes, and bytes of them, may be read in addition to those in memory.
+    fn probe_room(&self) -> Option<(usize, usize)> {
+        let in_memory = self
+            .failing
+            .values()
+            .filter_map(|failing| self.rows.get(&failing.probe));
+        let (rows, bytes) = in_memory.fold((0, 0), |(rows, bytes), row| {
+            (rows + 1, bytes + row.message.size())
+        });
+        let max_rows = (self.max_in_flight / 4).max(1);
+        let room = (
+            max_rows - rows.min(max_rows),
+            MAX_PROBE_BYTES.saturating_sub(bytes),
+        );
+        (room.0 > 0 && room.1 > 0 && self.bytes < MAX_BYTES).then_some(room)
+    }
+
+    /// The failing addresses whose probe is not in memory.
+    fn unread_probes(&self) -> impl Iterator<Item = &FailingAddress> {
+        let failing = self.failing.values();
+        failing.filter(|failing| !self.rows.contains_key(&failing.probe))
     }
 
     /// The storage has executed a request.
@@ -298,7 +394,7 @@ impl RelayQueue {
         match request {
             OutboxRequest::Remove(numbers) => numbers.iter().for_each(|it| self.forget(*it)),
             OutboxRequest::Park { number, .. } => self.forget_key(*number),
-            OutboxRequest::Read(_) | OutboxRequest::Level => {}
+            OutboxRequest::Read(_) | OutboxRequest::ReadAgain(_) | OutboxRequest::Level => {}
         }
     }
 
@@ -324,46 +420,62 @@ impl RelayQueue {
         }
         self.idle.reset();
         self.read_at = now;
+        rows.into_iter().for_each(|row| self.insert(row));
+    }
+
+    /// Adds the probes that were read again. An operator has dropped those of the requested ones
+    /// that are missing: their addresses are read again.
+    pub(crate) fn add_probes(&mut self, requested: &[i64], rows: Vec<OutboxRow>, now: Instant) {
         for row in rows {
-            let number = row.number;
-            match ordered_key(&row.message) {
-                Some(key) => {
-                    let numbers = self.keys.entry(key).or_default();
-                    numbers.push_back(number);
-                    if numbers.len() == 1 {
-                        self.ready.insert(number);
-                    }
-                }
-                None => drop(self.ready.insert(number)),
+            let failing = self.failing.get(&address(&row.message));
+            if failing.is_some_and(|failing| failing.probe == row.number) {
+                self.insert(row);
             }
-            self.bytes += row.message.size();
-            let row = RelayRow {
-                message: Arc::new(row.message),
-                state: RowState::Waiting,
-            };
-            self.rows.insert(number, row);
+        }
+        let before = self.failing.len();
+        self.failing.retain(|_, failing| {
+            !requested.contains(&failing.probe) || self.rows.contains_key(&failing.probe)
+        });
+        if self.failing.len() < before {
+            self.read_at = now;
         }
     }
 
-    /// When [`begin`](Self::begin) or [`next_request`](Self::next_request) has to be called again
-    /// without another event.
+    fn insert(&mut self, row: OutboxRow) {
+        let number = row.number;
+        let is_first = ordered_key(&row.message).is_none_or(|key| {
+            let numbers = self.keys.entry(key).or_default();
+            numbers.push_back(number);
+            numbers.len() == 1
+        });
+        if is_first {
+            self.make_ready(address(&row.message), number);
+        }
+        self.bytes += row.message.size();
+        let row = RelayRow {
+            message: Arc::new(row.message),
+            state: RowState::Waiting,
+        };
+        self.rows.insert(number, row);
+    }
+
+    /// When [`next_request`](Self::next_request) has to be called again without another event.
     pub(crate) fn wakes_at(&self) -> Option<Instant> {
         if self.is_stopping {
             return None;
         }
-        let retries = self.failing.values().filter(|failing| {
-            let probe = self.rows.get(&failing.probe);
-            self.in_flight < self.max_in_flight
-                && probe.is_some_and(|row| row.state == RowState::Waiting)
-        });
-        let read_at = self.has_room().then_some(self.read_at);
-        let requests = read_at
+        if self.request_in_progress {
+            return None;
+        }
+        let retries = self
+            .probe_room()
             .into_iter()
-            .chain([self.level_at, self.answered_at + CHECK_INTERVAL])
-            .filter(|_| !self.request_in_progress);
+            .flat_map(|_| self.unread_probes());
+        let read_at = self.has_room().then_some(self.read_at);
         retries
             .map(|failing| failing.retry_at)
-            .chain(requests)
+            .chain(read_at)
+            .chain([self.level_at, self.answered_at + CHECK_INTERVAL])
             .min()
     }
 }

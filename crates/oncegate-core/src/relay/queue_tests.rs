@@ -16,8 +16,8 @@ fn queue(rows: Vec<OutboxRow>, now: Instant) -> RelayQueue {
     queue
 }
 
-fn begun(queue: &mut RelayQueue, now: Instant) -> Vec<i64> {
-    std::iter::from_fn(|| queue.begin(now).map(|(number, _)| number)).collect()
+fn begun(queue: &mut RelayQueue) -> Vec<i64> {
+    std::iter::from_fn(|| queue.begin().map(|(number, _)| number)).collect()
 }
 
 fn refused() -> Result<(), NotPublished> {
@@ -28,6 +28,19 @@ fn not_confirmed() -> Result<(), NotPublished> {
     Err(NotPublished::NotConfirmed("no route".into()))
 }
 
+/// Executes the reading of probes that is due, with this answer; returns their numbers.
+fn read_again(queue: &mut RelayQueue, rows: Vec<OutboxRow>, now: Instant) -> Vec<i64> {
+    queue.level_at = now + SECOND;
+    queue.answered_at = now;
+    let request = queue.next_request(now).expect("a request");
+    queue.answered(&request, now);
+    let OutboxRequest::ReadAgain(probes) = request else {
+        panic!("{request:?}")
+    };
+    queue.add_probes(&probes, rows, now);
+    probes
+}
+
 /// Executes the requests that are due, except reads; returns them.
 fn requests(queue: &mut RelayQueue, now: Instant) -> Vec<OutboxRequest> {
     let mut requests = Vec::new();
@@ -35,7 +48,7 @@ fn requests(queue: &mut RelayQueue, now: Instant) -> Vec<OutboxRequest> {
         queue.answered(&request, now);
         match request {
             OutboxRequest::Read(_) => queue.add(Vec::new(), now),
-            OutboxRequest::Level => {}
+            OutboxRequest::ReadAgain(_) | OutboxRequest::Level => {}
             request => requests.push(request),
         }
     }
@@ -54,9 +67,9 @@ async fn messages_of_one_key_are_published_one_after_the_other() {
         row(6, "a", None),
     ];
     let mut queue = queue(rows, now);
-    assert_eq!(begun(&mut queue, now), [1, 3, 4, 5, 6]);
+    assert_eq!(begun(&mut queue), [1, 3, 4, 5, 6]);
     queue.published(1, &Ok(()), now);
-    assert_eq!(begun(&mut queue, now), [2]);
+    assert_eq!(begun(&mut queue), [2]);
 }
 
 #[tokio::test]
@@ -69,10 +82,10 @@ async fn a_refused_message_is_parked_and_only_its_key_waits() {
         row(4, "a", Some("l")),
     ];
     let mut queue = queue(rows, now);
-    assert_eq!(begun(&mut queue, now), [1, 3]);
+    assert_eq!(begun(&mut queue), [1, 3]);
     queue.published(1, &refused(), now);
     queue.published(3, &Ok(()), now);
-    assert_eq!(begun(&mut queue, now), [4]);
+    assert_eq!(begun(&mut queue), [4]);
     let (number, error) = (1, "too large".into());
     let expected = [
         OutboxRequest::Park { number, error },
@@ -92,28 +105,30 @@ async fn a_failing_destination_is_probed_with_one_message_and_others_continue() 
         row(4, "b", None),
     ];
     let mut queue = queue(rows, now);
-    assert_eq!(begun(&mut queue, now), [1, 3, 4]);
+    assert_eq!(begun(&mut queue), [1, 3, 4]);
     let pause = queue.published(1, &not_confirmed(), now);
     assert!(pause.is_some_and(|pause| pause <= SECOND / 10));
     queue.published(3, &not_confirmed(), now);
     queue.published(4, &Ok(()), now);
-    assert_eq!(begun(&mut queue, now), [] as [i64; 0]);
-    assert_eq!(queue.rows.keys().copied().collect::<Vec<_>>(), [1, 4]);
+    assert_eq!(begun(&mut queue), [] as [i64; 0]);
+    assert_eq!(queue.rows.keys().copied().collect::<Vec<_>>(), [4]);
     requests(&mut queue, now);
-    let read = queue.next_request(now + SECOND / 2);
+    let later = now + SECOND;
+    let probe = row(1, "a", Some("k"));
+    assert_eq!(read_again(&mut queue, vec![probe], later), [1]);
+    assert_eq!(begun(&mut queue), [1]);
+    let read = queue.next_request(later);
     let Some(OutboxRequest::Read(query)) = &read else {
         panic!("{read:?}")
     };
     assert_eq!(query.except_destinations, [("".into(), "a".into())]);
-    queue.answered(&read.expect("a read"), now);
-    queue.add(vec![row(5, "b", None)], now);
-    assert_eq!(begun(&mut queue, now), [5]);
-    let later = now + SECOND;
-    assert_eq!(begun(&mut queue, later), [1]);
+    queue.answered(&read.expect("a read"), later);
+    queue.add(vec![row(5, "b", None)], later);
+    assert_eq!(begun(&mut queue), [5]);
     queue.published(1, &Ok(()), later);
     requests(&mut queue, later);
     queue.add(vec![row(2, "a", Some("k")), row(3, "a", None)], later);
-    assert_eq!(begun(&mut queue, later), [2, 3]);
+    assert_eq!(begun(&mut queue), [2, 3]);
 }
 
 #[tokio::test]
@@ -121,13 +136,85 @@ async fn rows_of_a_read_from_before_a_failure_are_read_again() {
     let now = Instant::now();
     let mut queue = queue(vec![row(1, "a", Some("k")), row(2, "a", Some("k"))], now);
     requests(&mut queue, now);
-    assert_eq!(begun(&mut queue, now), [1]);
+    assert_eq!(begun(&mut queue), [1]);
     let later = now + SECOND / 2;
     let read = queue.next_request(later).expect("a read");
     queue.published(1, &not_confirmed(), later);
     queue.answered(&read, later);
     queue.add(vec![row(3, "a", Some("k"))], later);
-    assert_eq!(queue.rows.len(), 1, "row 3 would overtake row 2");
+    assert!(queue.rows.is_empty(), "row 3 would overtake row 2");
+}
+
+#[tokio::test]
+async fn a_probe_that_an_operator_has_dropped_is_forgotten() {
+    let now = Instant::now();
+    let mut queue = queue(vec![row(1, "a", None)], now);
+    assert_eq!(begun(&mut queue), [1]);
+    queue.published(1, &not_confirmed(), now);
+    assert!(queue.rows.is_empty());
+    let later = now + SECOND;
+    assert_eq!(read_again(&mut queue, Vec::new(), later), [1]);
+    let read = queue.next_request(later);
+    let Some(OutboxRequest::Read(query)) = &read else {
+        panic!("{read:?}")
+    };
+    assert_eq!(query.except_destinations, []);
+}
+
+/// Two missing destinations with the largest bodies: neither fills the memory.
+#[tokio::test]
+async fn probes_leave_memory_and_slots_to_other_destinations() {
+    let now = Instant::now();
+    let large = |number, destination| {
+        let mut row = row(number, destination, None);
+        row.message.body = vec![0; 16 * 1024 * 1024].into();
+        row
+    };
+    let names = ["a", "b", "c", "d"];
+    let rows = || (1..).zip(names).map(|(number, name)| large(number, name));
+    let mut queue = queue(rows().take(2).collect(), now);
+    assert_eq!(begun(&mut queue), [1, 2]);
+    queue.published(1, &not_confirmed(), now);
+    queue.published(2, &not_confirmed(), now + SECOND / 10);
+    assert_eq!(queue.bytes, 0);
+    let later = now + SECOND;
+    let first = rows().take(1).collect();
+    assert_eq!(read_again(&mut queue, first, later), [1]);
+    assert_eq!(begun(&mut queue), [1]);
+    let read = queue.next_request(later);
+    assert!(matches!(read, Some(OutboxRequest::Read(_))), "{read:?}");
+}
+
+#[tokio::test]
+async fn one_destination_leaves_slots_to_others() {
+    let now = Instant::now();
+    let of = |numbers: std::ops::RangeInclusive<i64>, destination| {
+        numbers.map(move |number| row(number, destination, None))
+    };
+    let mut queue = queue(of(1..=20, "a").chain(of(21..=40, "b")).collect(), now);
+    assert_eq!(begun(&mut queue), [1, 2, 3, 4, 21, 22, 23, 24]);
+    let mut alone = self::queue(of(1..=20, "a").collect(), now);
+    assert_eq!(begun(&mut alone).len(), 7);
+    alone.add(of(21..=21, "b").collect(), now);
+    assert_eq!(begun(&mut alone), [21]);
+}
+
+#[tokio::test]
+async fn probes_use_a_quarter_of_the_slots() {
+    let now = Instant::now();
+    let names = ["a", "b", "c", "d"];
+    let rows = || {
+        (1..)
+            .zip(names)
+            .map(|(number, name)| row(number, name, None))
+    };
+    let mut queue = queue(rows().collect(), now);
+    for number in begun(&mut queue) {
+        queue.published(number, &not_confirmed(), now);
+    }
+    let later = now + SECOND;
+    let probes = read_again(&mut queue, Vec::new(), later);
+    assert_eq!(probes.len(), 2, "of 8 slots");
 }
 
 /// A storage in which transactions commit in any order.
@@ -188,7 +275,7 @@ async fn in_any_history_the_order_of_each_key_holds_and_no_message_is_lost() {
                 storage.rows.insert(row.number, row);
             }
             if random.bool()
-                && let Some((number, message)) = queue.begin(now)
+                && let Some((number, message)) = queue.begin()
             {
                 if let Some(key) = ordered_key(&message) {
                     let last = published.get(&key).copied().unwrap_or(0);
@@ -200,6 +287,10 @@ async fn in_any_history_the_order_of_each_key_holds_and_no_message_is_lost() {
                 request = queue.next_request(now).map(|request| {
                     let rows = match &request {
                         OutboxRequest::Read(query) => storage.read(query),
+                        OutboxRequest::ReadAgain(probes) => {
+                            let present = probes.iter().filter_map(|it| storage.rows.get(it));
+                            present.cloned().collect()
+                        }
                         _ => Vec::new(),
                     };
                     (request, rows)
@@ -211,6 +302,7 @@ async fn in_any_history_the_order_of_each_key_holds_and_no_message_is_lost() {
                 queue.answered(&executed, now);
                 match executed {
                     OutboxRequest::Read(_) => queue.add(rows, now),
+                    OutboxRequest::ReadAgain(probes) => queue.add_probes(&probes, rows, now),
                     OutboxRequest::Remove(numbers) => numbers.iter().for_each(|number| {
                         storage.rows.remove(number);
                     }),

@@ -24,6 +24,10 @@ struct FakeRows {
     is_misconfigured: AtomicBool,
     /// Whether requests get no answer, as after a machine failed.
     is_silent: AtomicBool,
+    /// Whether every read fails.
+    fails_reads: AtomicBool,
+    /// How long a read takes.
+    read_seconds: AtomicU64,
 }
 
 struct FakeSession(Arc<FakeRows>, u64);
@@ -94,6 +98,13 @@ impl Drop for FakeSession {
 impl OutboxSession for FakeSession {
     async fn read(&self, query: &UnsentQuery) -> Result<Vec<OutboxRow>, StoreError> {
         self.check().await?;
+        if self.0.fails_reads.load(Ordering::Relaxed) {
+            return Err(StoreError::Unknown("statement timeout".into()));
+        }
+        sleep(Duration::from_secs(
+            self.0.read_seconds.load(Ordering::Relaxed),
+        ))
+        .await;
         let (rows, parked) = (self.0.rows.lock(), self.0.parked.lock());
         let selected = rows.values().filter(|row| {
             let address = ("".into(), row.message.destination.clone());
@@ -102,6 +113,13 @@ impl OutboxSession for FakeSession {
                 && !parked.contains_key(&row.number)
         });
         Ok(selected.take(query.max_rows).cloned().collect())
+    }
+
+    async fn read_again(&self, numbers: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+        self.check().await?;
+        let (rows, parked) = (self.0.rows.lock(), self.0.parked.lock());
+        let numbers = numbers.iter().filter(|it| !parked.contains_key(it));
+        Ok(numbers.filter_map(|it| rows.get(it).cloned()).collect())
     }
 
     async fn remove(&self, numbers: &[i64]) -> Result<(), StoreError> {
@@ -315,6 +333,57 @@ async fn a_drain_waits_for_confirms_and_begins_nothing() {
     publisher.thaw();
     relay.await.expect("no panic").expect("no error");
     assert_eq!((publisher.published().len(), outbox.len()), (4, 6));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_whose_session_is_lost_ends_the_relay() {
+    let (outbox, publisher) = (FakeOutbox::default(), FakePublisher::default());
+    outbox.insert(1, "a", None);
+    publisher.0.is_frozen.store(true, Ordering::Relaxed);
+    let relay = Relay::from(outbox.clone()).to(publisher.clone());
+    let (stop, stopped) = tokio::sync::oneshot::channel();
+    let relay = tokio::spawn(relay.run_until(async move { drop(stopped.await) }));
+    until(|| publisher.published().len() == 1).await;
+    stop.send(()).expect("the relay runs");
+    sleep(Duration::from_millis(1)).await;
+    outbox.end_session();
+    publisher.thaw();
+    let ended = timeout(Duration::from_secs(60), relay).await;
+    ended
+        .expect("it ends")
+        .expect("no panic")
+        .expect("no error");
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_reads_fail_the_pauses_between_sessions_grow() {
+    let outbox = FakeOutbox::default();
+    outbox.0.fails_reads.store(true, Ordering::Relaxed);
+    let relay = Relay::from(outbox.clone()).to(FakePublisher::default());
+    let relay = relay.run_until(sleep(Duration::from_secs(60)));
+    relay.await.expect("no error");
+    let sessions = outbox.0.sessions.load(Ordering::Relaxed);
+    assert!((2..60).contains(&sessions), "{sessions}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_read_does_not_end_the_session_and_begins_no_message_without_an_answer() {
+    let (outbox, publisher) = (FakeOutbox::default(), FakePublisher::default());
+    (1..=3).for_each(|number| outbox.insert(number, "a", None));
+    publisher.0.is_frozen.store(true, Ordering::Relaxed);
+    let relay = Relay::from(outbox.clone())
+        .to(publisher.clone())
+        .max_in_flight(2);
+    let relay = tokio::spawn(relay.run_until(std::future::pending()));
+    until(|| publisher.published().len() == 2).await;
+    outbox.0.read_seconds.store(20, Ordering::Relaxed);
+    sleep(Duration::from_secs(8)).await;
+    publisher.thaw();
+    sleep(Duration::from_secs(5)).await;
+    assert_eq!(publisher.published().len(), 2);
+    until(|| outbox.len() == 0).await;
+    assert_eq!(outbox.0.sessions.load(Ordering::Relaxed), 1);
+    relay.abort();
 }
 
 #[tokio::test(start_paused = true)]

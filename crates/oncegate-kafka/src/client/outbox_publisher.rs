@@ -114,7 +114,11 @@ fn is_refusal(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     matches!(
         code,
-        E::MessageSizeTooLarge | E::InvalidMessageSize | E::InvalidRecord | E::InvalidTopic
+        E::MessageSizeTooLarge
+            | E::MessageBatchTooLarge
+            | E::InvalidMessageSize
+            | E::InvalidRecord
+            | E::InvalidTopic
     )
 }
 
@@ -145,5 +149,17 @@ impl fmt::Debug for KafkaPublisher {
         f.debug_struct("KafkaPublisher")
             .field("kafka", &self.kafka)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_that_is_too_large_alone_is_refused() {
+        use RDKafkaErrorCode as E;
+        assert!(is_refusal(E::MessageSizeTooLarge) && is_refusal(E::MessageBatchTooLarge));
+        assert!(!is_refusal(E::UnknownTopicOrPartition) && !is_refusal(E::MessageTimedOut));
     }
 }

@@ -12,7 +12,9 @@ use oncegate_core::{
     Consumer, Context, Failure, FailureExt, IdSource, MemoryBroker, Message, Relay, SourceError,
     Store, StoreError, TransactionalHandler,
 };
-use oncegate_postgres::{Postgres, PostgresInbox, PostgresOutbox, PostgresTransaction};
+use oncegate_postgres::{
+    OutboxFilter, Postgres, PostgresInbox, PostgresOutbox, PostgresTransaction,
+};
 use sqlx::postgres::PgPoolOptions;
 use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, Row, query};
 use tokio::sync::Notify;
@@ -260,17 +262,71 @@ async fn rows_behind_a_parked_one_wait_and_reads_are_bounded() {
         ..all()
     };
     assert_eq!(numbers(&session, &without_booked).await, [other_key]);
+
+    session.park(no_key, "too large").await.expect("parked");
+    let again = session.read_again(&[first, behind, no_key]).await;
+    let again = again.expect("rows");
+    assert_eq!(again.len(), 1, "the others are deleted or parked");
+    assert_eq!(again[0].number, behind);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_unreadable_row_is_parked_and_others_are_read() {
+async fn a_read_considers_a_thousand_destinations_and_the_next_one_others() {
     let (pool, _) = tables().await;
     let session = session(&pool).await;
-    let (bad, good) = (insert(&pool, None, 0).await, insert(&pool, None, 0).await);
+    let insert = "INSERT INTO oncegate_outbox (id, exchange, destination, headers, body)
+        SELECT n, 'x', to_char(n, 'FM0000'), '[]', '' FROM generate_series(1, 2500) AS n";
+    pool.execute(insert).await.expect("inserted");
+    let max_rows = 10_000;
+    let query = UnsentQuery { max_rows, ..all() };
+    for expected in [1..=1_000, 1_001..=2_000, 2_001..=2_500, 1..=1_000] {
+        let expected: Vec<i64> = expected.collect();
+        assert_eq!(numbers(&session, &query).await, expected);
+    }
+    let failing = (1..=2_499).map(|number| ("x".to_owned(), format!("{number:04}")));
+    let except_destinations = failing.collect();
+    let only_last = UnsentQuery {
+        except_destinations,
+        ..all()
+    };
+    assert_eq!(numbers(&session, &only_last).await, [2_500]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unreadable_row_is_parked_and_rows_of_other_keys_are_read() {
+    let (pool, _) = tables().await;
+    let session = session(&pool).await;
+    let bad = insert(&pool, Some("k"), 0).await;
+    insert(&pool, Some("k"), 0).await;
+    let good = insert(&pool, None, 0).await;
     let spoil = query("UPDATE oncegate_outbox SET headers = 'x' WHERE number = $1").bind(bad);
     spoil.execute(&pool).await.expect("updated");
+    assert_eq!(numbers(&session, &all()).await, [] as [i64; 0]);
     assert_eq!(numbers(&session, &all()).await, [good]);
     assert_eq!(session.level().await.expect("a level").parked, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_a_message_in_its_listed_state_is_dropped() {
+    let (pool, _) = tables().await;
+    let (store, session) = (Postgres::pool(&pool), session(&pool).await);
+    let (first, second) = (insert(&pool, None, 0).await, insert(&pool, None, 0).await);
+    session.park(first, "too large").await.expect("parked");
+    let list = async |filter: OutboxFilter| store.list_outbox(&filter, 10).await.expect("a list");
+    let parked = list(OutboxFilter::default()).await;
+    assert_eq!(parked.len(), 1);
+    assert!(store.retry_outbox(first).await.expect("an answer"));
+    assert!(!store.drop_outbox(&parked[0]).await.expect("an answer"));
+    let unsent = list(OutboxFilter {
+        unsent: true,
+        destination: Some("booked".into()),
+        numbers: vec![first, second],
+    });
+    let unsent = unsent.await;
+    assert_eq!(unsent.len(), 2);
+    session.park(second, "too large").await.expect("parked");
+    assert!(store.drop_outbox(&unsent[0]).await.expect("an answer"));
+    assert!(!store.drop_outbox(&unsent[1]).await.expect("an answer"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
