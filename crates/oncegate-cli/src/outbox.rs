@@ -7,7 +7,7 @@ use crate::destination::bulk::ConfirmArgs;
 
 #[derive(Subcommand)]
 pub(crate) enum OutboxCommand {
-    /// List parked messages, which a broker has refused
+    /// List parked messages, which cannot be published
     List(OutboxListArgs),
     /// Let the relay publish parked messages again
     Retry(OutboxChangeArgs),
@@ -41,7 +41,8 @@ pub(crate) struct OutboxListArgs {
 pub(crate) struct OutboxChangeArgs {
     #[command(flatten)]
     selection: OutboxSelection,
-    /// Select every parked message, if no other option selects any
+    /// Needed without --number and --destination: select parked messages (with --unsent, all), up to
+    /// --limit
     #[arg(long)]
     all: bool,
     #[command(flatten)]
@@ -127,7 +128,7 @@ mod on_postgres {
         exchange: &'a str,
         destination: &'a str,
         state: &'static str,
-        sent_at_ms: u64,
+        stored_at_ms: u64,
         bytes: u64,
         error: Option<&'a str>,
     }
@@ -140,7 +141,7 @@ mod on_postgres {
                 exchange: &message.exchange,
                 destination: &message.destination,
                 state: state(message),
-                sent_at_ms: message.created_ms,
+                stored_at_ms: message.created_ms,
                 bytes: message.bytes,
                 error: message.error.as_deref(),
             }
@@ -172,7 +173,8 @@ mod on_postgres {
     }
 
     fn table(messages: &[ListedMessage]) -> TextTable {
-        let mut table = TextTable::new(&["number", "id", "destination", "state", "sent", "error"]);
+        let mut table =
+            TextTable::new(&["number", "id", "destination", "state", "stored", "error"]);
         for message in messages {
             let destination = match message.exchange.as_str() {
                 "" => message.destination.clone(),

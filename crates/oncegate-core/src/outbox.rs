@@ -168,8 +168,8 @@ fn is_reserved(name: &str) -> bool {
         || [ID_HEADER, KEY_HEADER, "CC", "BCC"].contains(&name)
 }
 
-/// A message that can never be published. The text says what to change, and does not quote the
-/// message. With `?`, a handler rejects the message that it handles.
+/// A message that can never be published. The text says what to change, and quotes nothing
+/// of the message but the name of a refused header and the error of its serializer. With `?`, a handler rejects the message that it handles.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("message not sent: {0}")]
 pub struct OutgoingError(String);

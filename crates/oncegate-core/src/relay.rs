@@ -37,7 +37,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(35);
 const LEAD_INTERVAL: Duration = Duration::from_secs(1);
 /// How often a failure is logged per destination.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
-/// How many destinations have a log throttle of their own.
+/// How many destinations have a log throttle of their own. The others share one.
 const MAX_THROTTLES: usize = 1_000;
 
 /// Publishes the messages of an outbox, in the order of each key and destination.
@@ -48,8 +48,8 @@ const MAX_THROTTLES: usize = 1_000;
 ///   recognizes it.
 /// - Messages with the same destination and key are published one after the other, in the order of
 ///   their rows, so the first copies arrive in this order.
-/// - Of several processes, one publishes: the leader. If it ends or loses its database session,
-///   another one continues within about a second.
+/// - Of several processes, one publishes: the leader. Another one continues about a second after the database
+///   has ended the session of the leader.
 ///
 /// A message that the broker refuses for good is parked: its row keeps the error, later messages
 /// of its key wait, and others continue. While a destination is missing or unavailable, its
@@ -180,9 +180,9 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
         }
     }
 
-    /// Publishes until shutdown, or until a request of the session fails. Then it begins no further
-    /// message, and drops those in progress, because another process may be the leader. Resets the
-    /// backoff after a read.
+    /// Publishes until shutdown, or until a request of the session fails. At shutdown it begins no
+    /// further message, and waits for those in progress. If a request fails, it drops those in
+    /// progress, because another process may be the leader. Resets the backoff after a read.
     async fn lead(
         &self,
         session: &O::Session,
@@ -348,10 +348,8 @@ struct FailureLog(HashMap<Arc<str>, LogThrottle>);
 impl FailureLog {
     /// The number of suppressed lines for this destination, if a line is due.
     fn due(&mut self, destination: &str) -> Option<u64> {
-        let destination = match self.0.len() < MAX_THROTTLES {
-            true => destination,
-            false => "",
-        };
+        let has_own = self.0.contains_key(destination) || self.0.len() < MAX_THROTTLES;
+        let destination = if has_own { destination } else { "" };
         let throttle = self.0.entry(destination.into());
         throttle
             .or_insert_with(|| LogThrottle::every(LOG_INTERVAL))

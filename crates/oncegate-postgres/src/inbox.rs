@@ -247,8 +247,8 @@ impl PostgresTransaction {
     /// Its id is that of the handled message, after the consumer's scope if it has one, and the
     /// number of the message in this run: `order-7/1`, `ledger/order-7/2`. It is `h:` and a SHA-256
     /// if it has more than 200 bytes, if the scope has a `/`, or if the id of a consumer without a
-    /// scope has one. So the next consumer recognizes copies, and no two consumers of one message
-    /// send the same id. In a batch, all messages have the id of one of the handled ones.
+    /// scope has one. So the next consumer recognizes copies. Consumers of one message that send to
+    /// one destination need different scopes, or they send the same id. In a batch, all messages have the id of one of the handled ones.
     ///
     /// # Errors
     /// [`OutgoingError`]: the message can never be published, or the run has sent more than 10,000

@@ -10,7 +10,7 @@ pub(crate) const VERSION: i32 = 2;
 /// The statements that update the tables from each version to the next, the first from version 0.
 ///
 /// `fillfactor` leaves room on the page of a claim for its completion, which then changes no index.
-/// The settings of autovacuum are lower than PostgreSQL's, by which a fifth of the rows may be dead
+/// The scale factors of autovacuum are lower than PostgreSQL's, by which a fifth of the rows may be dead
 /// before it starts.
 const MIGRATIONS: [&str; VERSION as usize] = ["
 CREATE TABLE oncegate_markers ( -- all stored markers, one row per id; times in milliseconds, by this server's clock
@@ -38,9 +38,9 @@ CREATE TABLE IF NOT EXISTS oncegate_outbox ( -- messages of committed transactio
     exchange    text NOT NULL, -- of RabbitMQ; empty for the default exchange and for Kafka
     destination text NOT NULL, -- queue, topic or routing key
     key         bytea,
-    headers     text NOT NULL, -- JSON: [[name, value], …]
+    headers     text NOT NULL, -- JSON: [[name, value], ...]
     body        bytea NOT NULL,
-    error       text -- why the broker refused the message for good: the row is parked
+    error       text -- why the message cannot be published: the row is parked
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 CREATE INDEX IF NOT EXISTS oncegate_outbox_unsent ON oncegate_outbox (exchange, destination, number) WHERE error IS NULL;
 CREATE INDEX IF NOT EXISTS oncegate_outbox_parked ON oncegate_outbox (exchange, destination, key) WHERE error IS NOT NULL"];

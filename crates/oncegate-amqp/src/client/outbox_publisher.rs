@@ -54,7 +54,7 @@ struct RelayConnection {
     failed: Option<(Instant, String)>,
 }
 
-/// What was published on a channel.
+/// Whether a channel can be used again after a message was published on it.
 enum ChannelUse {
     /// The channel can be used again.
     Reusable,

@@ -20,8 +20,9 @@ const ENQUEUE_TIMEOUT: Duration = Duration::from_secs(30);
 
 type OncegateProducer = FutureProducer<LogContext>;
 
-/// Whether this code says that the broker rejected the batch, because of this message or of another
-/// message in the batch. With any other code, the outcome is unknown.
+/// Whether this code says that the message was not accepted: the broker rejected its batch, because
+/// of this message or of another one, or the topic is missing or not permitted. With any other code,
+/// the outcome is unknown.
 pub(crate) fn is_rejection(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     !matches!(
