@@ -107,6 +107,7 @@ pub(crate) const AWAITING_CLAIM: &str = "oncegate_awaiting_claim";
 pub(crate) const ISOLATED: &str = "oncegate_isolated";
 pub(crate) const STORE_UNAVAILABLE: &str = "oncegate_store_unavailable";
 pub(crate) const SHADOW: &str = "oncegate_shadow_total";
+pub(crate) const OUTBOX_LEADING: &str = "oncegate_outbox_leading";
 pub(crate) const OUTBOX_OLDEST_AGE_SECONDS: &str = "oncegate_outbox_oldest_age_seconds";
 pub(crate) const OUTBOX_UNSENT: &str = "oncegate_outbox_unsent";
 pub(crate) const OUTBOX_PARKED: &str = "oncegate_outbox_parked";
@@ -178,6 +179,11 @@ pub const METRICS: &[Metric] = &[
 /// and the gauges are those of one of them.
 pub const OUTBOX_METRICS: &[Metric] = &[
     Metric::gauge(
+        OUTBOX_LEADING,
+        &[],
+        "1 in the process whose relay publishes, 0 in those that wait",
+    ),
+    Metric::gauge(
         OUTBOX_OLDEST_AGE_SECONDS,
         &[],
         "Age of the oldest unsent message of the outbox; 0 in processes whose relay waits",
@@ -187,7 +193,11 @@ pub const OUTBOX_METRICS: &[Metric] = &[
         &[],
         "Unsent messages of the outbox, counted up to 100,000, without parked ones",
     ),
-    Metric::gauge(OUTBOX_PARKED, &[], "Parked messages of the outbox"),
+    Metric::gauge(
+        OUTBOX_PARKED,
+        &[],
+        "Parked messages of the outbox, counted up to 100,000",
+    ),
     Metric::counter(
         OUTBOX_PUBLISHED,
         &[],

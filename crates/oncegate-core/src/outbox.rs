@@ -349,7 +349,7 @@ pub struct UnsentQuery {
 pub struct OutboxLevel {
     /// Unsent rows that are not parked. Storages may stop counting at 100,000.
     pub unsent: u64,
-    /// Parked rows.
+    /// Parked rows. Storages may stop counting at 100,000.
     pub parked: u64,
     /// The age of the oldest unsent row that is not parked; zero without one.
     pub oldest_age: Duration,

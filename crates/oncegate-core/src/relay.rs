@@ -99,7 +99,7 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
     /// retried.
     pub async fn run_until(self, shutdown: impl Future<Output = ()> + Send) -> Result<(), Error> {
         self.publisher.preflight().await?;
-        LevelGauges.set(OutboxLevel::default());
+        drop(LevelGauges); // registers them, which are exported as 0
         for counter in [
             metric::OUTBOX_PUBLISHED,
             metric::OUTBOX_FAILED,
@@ -192,6 +192,7 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
         let mut queue = RelayQueue::new(self.max_in_flight, Instant::now());
         let mut failures = FailureLog::default();
         let gauges = LevelGauges;
+        gauge!(metric::OUTBOX_LEADING).set(1.0);
         let mut publishing = FuturesUnordered::new();
         let request = futures_util::future::Fuse::terminated();
         let mut request = pin!(request);
@@ -338,6 +339,7 @@ impl LevelGauges {
 impl Drop for LevelGauges {
     fn drop(&mut self) {
         self.set(OutboxLevel::default());
+        gauge!(metric::OUTBOX_LEADING).set(0.0);
     }
 }
 

@@ -107,7 +107,7 @@ WHERE number = ANY ($1) AND error IS NULL";
 /// The level, and whether this session has the lock of [`LEAD`].
 const LEVEL: &str = "
 SELECT (SELECT count(*) FROM (SELECT FROM oncegate_outbox WHERE error IS NULL LIMIT 100000) AS unsent),
-    (SELECT count(*) FROM oncegate_outbox WHERE error IS NOT NULL),
+    (SELECT count(*) FROM (SELECT FROM oncegate_outbox WHERE error IS NOT NULL LIMIT 100000) AS parked),
     (SELECT extract(epoch FROM clock_timestamp() - created)::float8 FROM oncegate_outbox WHERE error IS NULL
         ORDER BY number LIMIT 1),
     EXISTS (SELECT FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory' AND classid = 1702060386

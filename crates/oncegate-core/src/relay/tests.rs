@@ -433,7 +433,10 @@ async fn the_listed_metrics_are_recorded() {
         &DebugValue::Gauge(90.0.into())
     );
     assert_eq!(of(metric::OUTBOX_UNSENT), &DebugValue::Gauge(2.0.into()));
+    assert_eq!(of(metric::OUTBOX_LEADING), &DebugValue::Gauge(1.0.into()));
     let afterwards = recorded();
+    let leading = &afterwards[metric::OUTBOX_LEADING];
+    assert_eq!(leading, &DebugValue::Gauge(0.0.into()));
     assert_eq!(afterwards[metric::OUTBOX_PUBLISHED], DebugValue::Counter(1));
     let age = &afterwards[metric::OUTBOX_OLDEST_AGE_SECONDS];
     assert_eq!(
