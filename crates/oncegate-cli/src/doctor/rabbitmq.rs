@@ -361,7 +361,7 @@ fn add_mismatch(
             if argument.starts_with("x-dead-letter-") || argument == "x-delivery-limit" =>
         {
             let what =
-                format!("messages over the delivery limit do not go to {dead_letters} ({reply})");
+                format!("messages over the delivery limit may not reach {dead_letters} ({reply})");
             let remedy = format!(
                 "set dead-letter-exchange \"\" and dead-letter-routing-key {dead_letters} by a policy, or redeclare it"
             );

@@ -150,8 +150,8 @@ pub enum Verdict {
     Applied,
     /// The id is recorded as done.
     Done {
-        /// Whether the marker was absent or cleared, because the store lost data, or the dedup
-        /// window was too short.
+        /// Whether the marker was absent or cleared: the store lost data, the dedup window was too
+        /// short, or the lease ended and a later claim was cleared since.
         marker_lost: bool,
     },
     /// The marker no longer belongs to the claim. The delivery drops its handler, is not accepted,
