@@ -91,7 +91,8 @@ pub(crate) fn with_servers(mut commands: Vec<Command>) -> Result<(), Error> {
     outcome
 }
 
-/// A command for each test program, for the unit tests and for the examples in documentation.
+/// A command for each test program, for the unit tests and for the examples in documentation. Tests
+/// often wait for servers, so several programs at once keep the cores busier than one.
 fn by_target(arguments: &Arguments) -> Result<Vec<Command>, Error> {
     let of = |programs: &[String]| cargo_test(arguments, programs);
     if !arguments.programs.is_empty() {
@@ -232,8 +233,7 @@ impl RunningCommand {
     }
 }
 
-/// Runs the commands, one more at once than there are cores, because tests mostly wait for servers.
-/// Names those that failed.
+/// Runs the commands, as many at once as there are cores, and names those that failed.
 fn run_all(commands: Vec<Command>, stopping: &StopSignals) -> Result<(), Error> {
     let shows_output = commands.len() == 1;
     let mut waiting = VecDeque::from(commands);
@@ -246,7 +246,7 @@ fn run_all(commands: Vec<Command>, stopping: &StopSignals) -> Result<(), Error> 
             }
             return Err(Error::Stopped);
         }
-        while running.len() <= cores()
+        while running.len() < cores()
             && let Some(command) = waiting.pop_front()
         {
             running.push(RunningCommand::start(command, shows_output)?);

@@ -129,7 +129,9 @@ async fn without_a_broker_one_line_with_setting_problem_and_remedy_is_logged(lin
             .await
             .is_err()
     );
-    let lines = lines.take();
+    let mut lines = lines.take();
+    // The source of the check before may end later.
+    lines.retain(|(_, line)| !line.contains("closed while not connected"));
     let [(at, line)] = lines.as_slice() else {
         panic!("{} lines: {lines:#?}", lines.len())
     };

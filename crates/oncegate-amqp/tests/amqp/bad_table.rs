@@ -131,7 +131,7 @@ fn rows() -> Vec<Row<TestMessage>> {
             "the same id with another body",
             1,
             &[],
-            vec![body("other", b" 15"), body("other", b"15 ")],
+            vec![body("other", b" 16"), body("other", b"16 ")],
         ),
         Row::new(
             "an empty body",
