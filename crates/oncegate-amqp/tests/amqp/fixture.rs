@@ -297,7 +297,7 @@ pub(crate) async fn delivery(source: &mut RabbitMqSource) -> Delivery {
         Limit::new(1, LIMIT.bytes),
         source,
         1,
-        Duration::from_secs(10),
+        Duration::from_secs(30),
     )
     .await
     .0
