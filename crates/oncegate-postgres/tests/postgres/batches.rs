@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::{
@@ -15,7 +14,7 @@ use oncegate_testkit::servers::PostgresServer;
 use sqlx::{Executor, PgPool, query};
 
 use crate::inbox::{booked, broker, pool_at, records};
-use crate::support::{SECOND, new_schema, new_schema_at, raw};
+use crate::support::{SECOND, kill_repeatedly, new_schema, new_schema_at, terminate_sessions};
 
 /// The payload of a message that is always refused.
 const POISON: i64 = -1;
@@ -108,27 +107,14 @@ async fn copies_in_batches_of_two_consumers_are_booked_once_while_sessions_are_t
     let url = new_schema_at(&server.url()).await;
     let (pool, other) = (pool_at(&url).await, pool_at(&url).await);
     let (first, second) = (broker(0..MESSAGES), broker((0..MESSAGES).rev()));
-    let mut operator = raw(&url).await;
     let done = AtomicUsize::new(0);
-    let terminate = async {
-        let mut terminated = 0;
-        while done.load(Ordering::Relaxed) < 2 {
-            let some = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-                WHERE datname = current_database() AND pid <> pg_backend_pid() AND state <> 'idle' AND query LIKE '%' || $1 || '%'";
-            let word = ["COMMIT", "ledger", "oncegate_markers", "BEGIN"][terminated % 4];
-            let ended = query(some).bind(word).execute(&mut operator).await;
-            terminated += usize::try_from(ended.expect("terminated").rows_affected()).expect("few");
-            tokio::time::sleep(SECOND / 50).await;
-        }
-        terminated
-    };
+    let terminate = terminate_sessions(&url, || done.load(Ordering::Relaxed) == 2);
     let consume = async |broker: &MemoryBroker, pool: &PgPool| {
         consume(broker, pool, InsertsBatches::default()).await;
         done.fetch_add(1, Ordering::Relaxed);
     };
     let (terminated, ..) =
         tokio::join!(terminate, consume(&first, &pool), consume(&second, &other));
-    println!("{terminated} sessions terminated");
     assert!(terminated >= 5, "{terminated}");
     assert!(first.dead_letters().is_empty() && second.dead_letters().is_empty());
     let all = MESSAGES as i64;
@@ -141,18 +127,10 @@ async fn copies_in_batches_of_two_consumers_are_booked_once_while_sessions_are_t
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_of_a_batch_is_lost_or_booked_twice_while_the_server_is_killed() {
     const MESSAGES: usize = 20_000;
-    let mut server = PostgresServer::start(&[]).expect("PostgreSQL");
+    let server = PostgresServer::start(&[]).expect("PostgreSQL");
     let pool = pool_at(&new_schema_at(&server.url()).await).await;
     let broker = broker((0..MESSAGES).chain(0..MESSAGES));
-    let kills = tokio::task::spawn_blocking(move || {
-        for _ in 0..5 {
-            std::thread::sleep(Duration::from_millis(fastrand::u64(50..300)));
-            server.kill();
-            let restarted = (0..5).any(|_| server.start_again().is_ok());
-            assert!(restarted, "it starts again");
-        }
-        server
-    });
+    let kills = kill_repeatedly(server);
     consume(&broker, &pool, InsertsBatches::default()).await;
     let _server = kills.await.expect("killed");
     assert!(broker.dead_letters().is_empty() && broker.in_doubt().is_empty());

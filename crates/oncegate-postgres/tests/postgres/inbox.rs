@@ -19,7 +19,8 @@ use sqlx::postgres::PgPoolOptions;
 use sqlx::{Connection, Executor, PgPool, Row, query};
 
 use crate::support::{
-    DONE, GRANTED, SECOND, new_schema, new_schema_at, operation, raw, store_at, terms, verdicts,
+    DONE, GRANTED, SECOND, kill_repeatedly, new_schema, new_schema_at, operation, raw, store_at,
+    terminate_sessions, terms, verdicts,
 };
 
 const CONNECTIONS: u32 = 8;
@@ -359,24 +360,12 @@ async fn nothing_is_lost_or_booked_twice_while_sessions_are_terminated() {
     let url = new_schema_at(&server.url()).await;
     let (pool, other) = (pool_at(&url).await, pool_at(&url).await);
     let (first, second) = (broker(0..MESSAGES), broker(0..MESSAGES));
-    let mut operator = raw(&url).await;
     let done = AtomicUsize::new(0);
     let book = || InsertsRows {
         runs: Arc::new(AtomicUsize::new(1)),
         ..InsertsRows::new(Then::Succeed)
     };
-    let terminate = async {
-        let mut terminated = 0;
-        while done.load(Ordering::Relaxed) < 2 {
-            let some = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity
-                WHERE datname = current_database() AND pid <> pg_backend_pid() AND state <> 'idle' AND query LIKE '%' || $1 || '%'";
-            let word = ["COMMIT", "ledger", "oncegate_markers", "BEGIN"][terminated % 4];
-            let ended = query(some).bind(word).execute(&mut operator).await;
-            terminated += usize::try_from(ended.expect("terminated").rows_affected()).expect("few");
-            tokio::time::sleep(SECOND / 50).await;
-        }
-        terminated
-    };
+    let terminate = terminate_sessions(&url, || done.load(Ordering::Relaxed) == 2);
     let consume = async |broker: &MemoryBroker, pool: PgPool| {
         // An error of a terminated session counts as an attempt.
         let consumer = consumer(broker, &pool, book())
@@ -393,7 +382,6 @@ async fn nothing_is_lost_or_booked_twice_while_sessions_are_terminated() {
         consume(&first, pool.clone()),
         consume(&second, other)
     );
-    println!("{terminated} sessions terminated");
     assert!(terminated >= 20, "{terminated}");
     assert!(first.dead_letters().is_empty() && second.dead_letters().is_empty());
     let all = MESSAGES as i64;
@@ -406,18 +394,10 @@ async fn nothing_is_lost_or_booked_twice_while_sessions_are_terminated() {
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_lost_or_booked_twice_while_the_server_is_killed() {
     const MESSAGES: usize = 2_000;
-    let mut server = PostgresServer::start(&[]).expect("PostgreSQL");
+    let server = PostgresServer::start(&[]).expect("PostgreSQL");
     let pool = pool_at(&new_schema_at(&server.url()).await).await;
     let broker = broker((0..MESSAGES).chain(0..MESSAGES));
-    let kills = tokio::task::spawn_blocking(move || {
-        for _ in 0..5 {
-            std::thread::sleep(Duration::from_millis(fastrand::u64(50..300)));
-            server.kill();
-            let restarted = (0..5).any(|_| server.start_again().is_ok());
-            assert!(restarted, "it starts again");
-        }
-        server
-    });
+    let kills = kill_repeatedly(server);
     let book = InsertsRows {
         runs: Arc::new(AtomicUsize::new(1)),
         ..InsertsRows::new(Then::Succeed)

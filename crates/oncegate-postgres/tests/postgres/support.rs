@@ -1,8 +1,12 @@
-//! Stores in schemas of their own, and raw connections.
+//! Stores in schemas of their own, raw connections, and faults of a server.
+
+use std::time::Duration;
 
 use oncegate_core::marker::Token;
 use oncegate_postgres::Postgres;
-use sqlx::{Connection, Executor, PgConnection};
+use oncegate_testkit::servers::PostgresServer;
+use sqlx::{Connection, Executor, PgConnection, query};
+use tokio::task::JoinHandle;
 
 pub(crate) use oncegate_testkit::operations::{
     DONE, GRANTED, SECOND, key, operation, terms, verdicts,
@@ -41,4 +45,33 @@ pub(crate) async fn store() -> Postgres {
 /// A connection to the schema of a URL.
 pub(crate) async fn raw(url: &str) -> PgConnection {
     PgConnection::connect(url).await.expect("a connection")
+}
+
+/// Terminates sessions that execute a statement of an inbox, until it is over. Returns how many.
+pub(crate) async fn terminate_sessions(url: &str, is_over: impl Fn() -> bool) -> usize {
+    let mut operator = raw(url).await;
+    let mut terminated = 0;
+    while !is_over() {
+        let some = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+            WHERE datname = current_database() AND pid <> pg_backend_pid() AND state <> 'idle' AND query LIKE '%' || $1 || '%'";
+        let word = ["COMMIT", "ledger", "oncegate_markers", "BEGIN"][terminated % 4];
+        let ended = query(some).bind(word).execute(&mut operator).await;
+        terminated += usize::try_from(ended.expect("terminated").rows_affected()).expect("few");
+        tokio::time::sleep(SECOND / 50).await;
+    }
+    println!("{terminated} sessions terminated");
+    terminated
+}
+
+/// Kills the server five times at random times, and starts it again.
+pub(crate) fn kill_repeatedly(mut server: PostgresServer) -> JoinHandle<PostgresServer> {
+    tokio::task::spawn_blocking(move || {
+        for _ in 0..5 {
+            std::thread::sleep(Duration::from_millis(fastrand::u64(50..300)));
+            server.kill();
+            let restarted = (0..5).any(|_| server.start_again().is_ok());
+            assert!(restarted, "it starts again");
+        }
+        server
+    })
 }
