@@ -92,21 +92,15 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         }
     }
 
-    /// The inbox, instead of a store: each message is handled in a transaction of its database,
-    /// which also records the message. Call
-    /// [`transactional_handler`](Builder::transactional_handler) next.
+    /// The inbox, instead of a store: messages are handled in transactions of its database, which
+    /// also record them. Call [`transactional_handler`](Builder::transactional_handler) or
+    /// [`batch_transactional_handler`](Builder::batch_transactional_handler) next.
     ///
-    /// Lowers [`max_in_flight`](Self::max_in_flight) to [`Inbox::max_transactions`]. Messages wait while its database is unavailable. The number of failures of a message is
-    /// kept in the memory of this process, and crashes are not counted.
+    /// Messages wait while its database is unavailable. The number of failures of a message is kept
+    /// in the memory of this process, and crashes are not counted.
     pub fn inbox<I: Inbox>(self, inbox: I) -> Builder<S, InboxStore<I>, H, D> {
-        let max_transactions = inbox.max_transactions();
         let mut builder = self.store(InboxStore::new(inbox));
-        let max_in_flight = builder.settings.max_in_flight;
-        builder.settings.inbox = InboxUse::NoHandler {
-            max_transactions,
-            max_in_flight,
-        };
-        builder.settings.max_in_flight = max_in_flight.min(max_transactions);
+        builder.settings.inbox = InboxUse::NoHandler;
         builder
     }
 
@@ -120,13 +114,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             scope,
             ..
         } = self;
-        if let InboxUse::Transactions { max_transactions }
-        | InboxUse::Batches { max_transactions } = settings.inbox
-        {
-            settings.inbox = InboxUse::NoHandler {
-                max_transactions,
-                max_in_flight: settings.max_in_flight,
-            };
+        if settings.inbox != InboxUse::None {
+            settings.inbox = InboxUse::NoHandler;
         }
         Builder {
             source,
@@ -385,41 +374,30 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 }
 
 impl<S, I: Inbox, H, D> Builder<S, InboxStore<I>, H, D> {
-    /// The handler of messages, in transactions of the inbox.
+    /// The handler of messages, in transactions of the inbox. Lowers
+    /// [`max_in_flight`](Self::max_in_flight) to the number of transactions that the inbox can have.
     pub fn transactional_handler<H2: TransactionalHandler<I>>(
         self,
         handler: H2,
     ) -> Builder<S, InboxStore<I>, InTransaction<H2, I>, D> {
+        let max_transactions = self.store.max_transactions();
         let handler = self.store.in_transaction(handler);
         let mut builder = self.handler(handler);
-        if let InboxUse::NoHandler {
-            max_transactions, ..
-        } = builder.settings.inbox
-        {
-            builder.settings.inbox = InboxUse::Transactions { max_transactions };
-        }
+        let settings = &mut builder.settings;
+        settings.inbox = InboxUse::Transactions { max_transactions };
+        settings.max_in_flight = settings.max_in_flight.min(max_transactions);
         builder
     }
 
-    /// The handler of batches of messages, each in one transaction of the inbox.
-    /// [`max_in_flight`](Self::max_in_flight), which [`inbox`](Self::inbox) has lowered, gets its
-    /// value back: it is the maximum size of a batch.
+    /// The handler of batches of messages, each in one transaction of the inbox, with at most
+    /// [`max_in_flight`](Self::max_in_flight) messages.
     pub fn batch_transactional_handler<H2: BatchTransactionalHandler<I>>(
         self,
         handler: H2,
     ) -> Builder<S, InboxStore<I>, InBatches<H2, I>, D> {
         let handler = self.store.in_batches(handler);
         let mut builder = self.handler(handler);
-        if let InboxUse::NoHandler {
-            max_transactions,
-            max_in_flight,
-        } = builder.settings.inbox
-        {
-            builder.settings.inbox = InboxUse::Batches { max_transactions };
-            if builder.settings.max_in_flight == max_in_flight.min(max_transactions) {
-                builder.settings.max_in_flight = max_in_flight;
-            }
-        }
+        builder.settings.inbox = InboxUse::Batches;
         builder
     }
 }

@@ -159,7 +159,7 @@ pub enum BeginResult<T> {
     Recorded(Verdict),
 }
 
-/// Why a commit failed, and whether the transaction may be committed all the same.
+/// Why a commit or rollback failed, and whether the transaction may be committed all the same.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommitError {
@@ -185,6 +185,11 @@ impl InboxUnavailable {
     fn failure(error: impl Into<BoxError>) -> Failure {
         Failure::Retry(Self(error.into()).into())
     }
+}
+
+/// Whether a run was repeated without an attempt.
+fn is_unavailable(result: &Result<(), Failure>) -> bool {
+    matches!(result, Err(Failure::Retry(cause)) if cause.is::<InboxUnavailable>())
 }
 
 /// A handler whose runs are transactions of the inbox.
@@ -341,6 +346,10 @@ impl<I: Inbox> InboxStore<I> {
                 "the store in memory returned no answer".into(),
             )),
         }
+    }
+
+    pub(crate) fn max_transactions(&self) -> usize {
+        self.inbox.max_transactions()
     }
 
     /// The handler, in transactions of this inbox.

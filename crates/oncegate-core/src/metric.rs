@@ -186,17 +186,17 @@ pub const OUTBOX_METRICS: &[Metric] = &[
     Metric::gauge(
         OUTBOX_OLDEST_AGE_SECONDS,
         &[],
-        "Age of the oldest unsent message of the outbox; 0 in processes whose relay waits",
+        "Age of the oldest unsent message of the outbox; 0 while the relay of this process is not the leader",
     ),
     Metric::gauge(
         OUTBOX_UNSENT,
         &[],
-        "Unsent messages of the outbox, counted up to 100,000, without parked ones",
+        "Unsent messages of the outbox, counted up to 100,000, without parked ones; 0 while not the leader",
     ),
     Metric::gauge(
         OUTBOX_PARKED,
         &[],
-        "Parked messages of the outbox, counted up to 100,000",
+        "Parked messages of the outbox, counted up to 100,000; 0 while not the leader",
     ),
     Metric::counter(
         OUTBOX_PUBLISHED,
@@ -211,6 +211,6 @@ pub const OUTBOX_METRICS: &[Metric] = &[
     Metric::counter(
         OUTBOX_REFUSED,
         &[],
-        "Messages of the outbox that a broker refused: they are parked",
+        "Messages of the outbox that the broker or the publisher refused: they are parked",
     ),
 ];

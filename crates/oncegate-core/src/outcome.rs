@@ -34,7 +34,7 @@ outcomes!(
     busy: "another delivery holds the id: the claim is repeated later",
     conflict: "the id was used before for another body: the message is dead-lettered",
     fenced: "the lease was lost: the result of the run is discarded",
-    unavailable: "the store did not answer an operation",
+    unavailable: "the store did not answer an operation, or the transaction of an inbox was not begun or not confirmed",
     retried: "a run reported that nothing happened, and asked for a retry",
     reconciled_happened: "reconcile found that an effect in doubt had happened",
     reconciled_did_not_happen: "reconcile found that an effect in doubt had not happened",

@@ -146,7 +146,7 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
             if let Some(suppressed_lines) = throttle.due(std::time::Instant::now()) {
                 tracing::warn!(
                     outbox = self.outbox.described(), %error, ?pause, suppressed_lines,
-                    "outbox unavailable, nothing is published by this process; it tries again, and another process may take over; check the database and its network"
+                    "outbox unavailable, this process publishes nothing until it is the leader again; messages whose rows were not removed are published again, with the same ids; check that the database can be reached and written, and for transactions that lock rows of the outbox"
                 );
             }
             tokio::select! {
@@ -182,7 +182,8 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
 
     /// Publishes until shutdown, or until a request of the session fails. At shutdown it begins no
     /// further message, and waits for those in progress. If a request fails, it drops those in
-    /// progress, because another process may be the leader. Resets the backoff after a read.
+    /// progress, because another process may be the leader. Resets the backoff
+    /// once rows were removed or parked, or there were none.
     async fn lead(
         &self,
         session: &O::Session,
@@ -225,11 +226,15 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                     let now = Instant::now();
                     queue.answered(&request, now);
                     match answer {
-                        Answer::Done => {}
+                        // Not after a read with rows: if they cannot be removed, each session would
+                        // publish them again.
+                        Answer::Done => backoff.reset(),
                         Answer::Rows(rows) => match &request {
                             OutboxRequest::ReadAgain(probes) => queue.add_probes(probes, rows, now),
                             _ => {
-                                backoff.reset();
+                                if rows.is_empty() {
+                                    backoff.reset();
+                                }
                                 queue.add(rows, now);
                             }
                         },
@@ -270,7 +275,7 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                 counter!(metric::OUTBOX_REFUSED).increment(1);
                 tracing::error!(
                     destination, id, number, publisher, %error,
-                    "message of the outbox refused by the broker; it is parked, and later messages of its key wait; change what the error names, then `oncegate outbox retry` or `drop`"
+                    "message of the outbox cannot be published; it is parked, and later messages of its key wait; change what the error names, then `oncegate outbox retry --number` or `drop --number`"
                 );
             }
             Err(NotPublished::NotConfirmed(error)) => {
@@ -314,7 +319,7 @@ async fn execute(
         })
     };
     let limit = match &request {
-        OutboxRequest::Read(_) | OutboxRequest::ReadAgain(_) => READ_TIMEOUT,
+        OutboxRequest::Read(_) | OutboxRequest::ReadAgain(_) | OutboxRequest::Level => READ_TIMEOUT,
         _ => REQUEST_TIMEOUT,
     };
     let answer = timeout(limit, executing).await;

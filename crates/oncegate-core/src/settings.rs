@@ -116,16 +116,12 @@ pub(crate) enum InboxUse {
     /// The consumer has a store, and no inbox.
     None,
     /// There is an inbox, and no handler for its transactions yet.
-    NoHandler {
-        max_transactions: usize,
-        /// `max_in_flight` before it was lowered to `max_transactions`.
-        max_in_flight: usize,
-    },
+    NoHandler,
     /// There is an inbox with a [`TransactionalHandler`](crate::TransactionalHandler).
     Transactions { max_transactions: usize },
     /// There is an inbox with a
     /// [`BatchTransactionalHandler`](crate::inbox::BatchTransactionalHandler).
-    Batches { max_transactions: usize },
+    Batches,
 }
 
 /// Whether at most once, or an inbox, accepts a store that may lose data in a crash.
@@ -320,15 +316,15 @@ impl Settings {
         };
         let max_transactions = match self.inbox {
             InboxUse::None => return Ok(()),
-            InboxUse::NoHandler { .. } => {
+            InboxUse::NoHandler => {
                 return misconfigured(
                     "handler",
                     "it does not run in transactions of the inbox, so its effects would not be committed with their records".into(),
                     "call .transactional_handler(…) or .batch_transactional_handler(…) after .inbox(…), or .store(…) instead of .inbox(…)",
                 );
             }
-            InboxUse::Transactions { max_transactions } => Some(max_transactions),
-            InboxUse::Batches { .. } => None,
+            InboxUse::Transactions { max_transactions } => max_transactions,
+            InboxUse::Batches => usize::MAX,
         };
         if self.guarantee != Guarantee::EffectivelyOnce {
             return misconfigured(
@@ -345,9 +341,7 @@ impl Settings {
                 "do not call both .outage(…) and .inbox(…)",
             );
         }
-        if let Some(max_transactions) = max_transactions
-            && self.max_in_flight > max_transactions
-        {
+        if self.max_in_flight > max_transactions {
             return misconfigured(
                 "max_in_flight",
                 format!(

@@ -5,23 +5,31 @@ use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::FutureExt;
 use serde::de::DeserializeOwned;
 use tokio::sync::{Semaphore, oneshot};
 
-use super::{CommitError, Inbox, InboxUnavailable, begin, end, result_of_record};
+use super::{CommitError, Inbox, InboxUnavailable, begin, end, is_unavailable, result_of_record};
 use crate::context::Context;
 use crate::defaults;
 use crate::handler::{Failure, Handler};
 use crate::id::{Key, Scope};
 use crate::internal::Lock;
+use crate::log_throttle::LogThrottle;
 use crate::marker::{Operation, Verdict};
 use crate::run_context::RunContext;
 
 /// How many batches run at once: while one waits for its commit, the next one is handled, and the
 /// messages of a third collect.
 const BATCHES_AT_ONCE: usize = 2;
+
+/// How many messages that were cut short are remembered.
+const MAX_CUT_SHORT: usize = 10_000;
+
+/// How often the failure of a batch is logged.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Handles batches of messages, each in one transaction of a database. The transaction also inserts
 /// the records of its messages, so the changes of each message are committed exactly once.
@@ -87,9 +95,10 @@ pub struct InBatches<H: BatchTransactionalHandler<I>, I: Inbox> {
     batches: Semaphore,
     /// A permit for each open transaction.
     transactions: Semaphore,
-    /// The keys of messages that began alone after their batch had failed, and did not end in the
-    /// time that was left. They run alone again, from the beginning.
+    /// The keys of messages whose own transaction, after a failed batch, was cut off by the handler
+    /// timeout. Their next run joins no batch, so it has the whole timeout.
     cut_short: Lock<HashSet<Key>>,
+    failure_log: Lock<LogThrottle>,
 }
 
 /// A run that waits for its batch.
@@ -100,7 +109,7 @@ struct WaitingRun<P> {
     end: oneshot::Sender<BatchEnd<P>>,
 }
 
-/// What a batch was for one of its messages.
+/// How a batch ended for one of its messages.
 #[derive(Debug)]
 enum BatchEnd<P> {
     /// The run ends with this result: of the batch, or of the record that the message has.
@@ -120,6 +129,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
             batches: Semaphore::new(BATCHES_AT_ONCE.min(transactions)),
             transactions: Semaphore::new(transactions),
             cut_short: Lock::default(),
+            failure_log: Lock::new(LogThrottle::every(LOG_INTERVAL)),
         }
     }
 
@@ -131,6 +141,25 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
             std::mem::take(&mut *waiting)
         } else {
             Vec::new()
+        }
+    }
+
+    /// Remembers messages whose next run must join no batch.
+    fn remember_as_cut_short<'a>(&self, claims: impl IntoIterator<Item = &'a Operation>) {
+        let mut cut_short = self.cut_short.lock();
+        // Of messages that other processes have handled since.
+        if cut_short.len() >= MAX_CUT_SHORT {
+            cut_short.clear();
+        }
+        cut_short.extend(claims.into_iter().map(|claim| claim.key.clone()));
+    }
+
+    fn log_failure(&self, error: &dyn std::fmt::Display, messages: usize) {
+        if let Some(suppressed_lines) = self.failure_log.lock().due(std::time::Instant::now()) {
+            tracing::warn!(
+                %error, messages, suppressed_lines,
+                "batch of an inbox not committed, its messages are handled in transactions of their own; see `error`"
+            );
         }
     }
 
@@ -146,13 +175,16 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         let Some(mut transaction) = begin(&*self.inbox, claim, run).await? else {
             return Ok(());
         };
+        if run.has_all_its_time() {
+            self.cut_short.lock().remove(&claim.key);
+        }
         let items = [item];
         let handle = async { self.handler.handle(&items, &mut transaction).await };
         let handled = AssertUnwindSafe(handle).catch_unwind().await;
         end(&*self.inbox, transaction, handled, run).await
     }
 
-    /// Handles a batch in one transaction, and tells each run what it was.
+    /// Handles a batch in one transaction, and sends each run its result.
     async fn run_batch(&self, batch: Vec<WaitingRun<H::Payload>>, run: &RunContext) {
         let _permit = self.transactions.acquire().await;
         let claims: Vec<Operation> = batch.iter().map(|run| run.claim.clone()).collect();
@@ -164,7 +196,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         } = match begun {
             Ok(begun) => begun,
             Err(error) => {
-                tracing::debug!(%error, messages = batch.len(), "batch not begun, its messages are handled one by one");
+                self.log_failure(&error, batch.len());
                 for run in batch {
                     let _ = run.end.send(BatchEnd::Alone(run.item)); // fails if the run was dropped
                 }
@@ -197,19 +229,22 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
                     Ok(Err(_)) => "the handler panicked".to_owned(),
                     _ => "it took longer than half of the handler timeout".to_owned(),
                 };
+                // It waits for a statement that is still running. If that takes longer than the time of
+                // the runs, they end, and begin alone the next time.
+                self.remember_as_cut_short(&claims);
                 let rolled_back = self.inbox.rollback(transaction).await;
                 rolled_back.and(Err(CommitError::RolledBack(cause.into())))
             }
         };
         if let Err(error) = &outcome {
-            tracing::debug!(%error, messages = items.len(), "batch failed");
+            self.log_failure(error, items.len());
         }
         for (item, end) in items.into_iter().zip(ends) {
             let result = match &outcome {
                 Ok(()) => BatchEnd::Run(Ok(())),
                 Err(CommitError::RolledBack(_)) => BatchEnd::Alone(item),
                 // Its record shows whether it was committed.
-                Err(CommitError::Unknown(error)) => {
+                Err(error @ CommitError::Unknown(_)) => {
                     BatchEnd::Run(Err(InboxUnavailable::failure(error.to_string())))
                 }
                 // Its changes may be committed without the record, so it must not run again.
@@ -246,7 +281,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
             payload,
             context: cx.clone(),
         };
-        if self.cut_short.lock().remove(&claim.key) {
+        if self.cut_short.lock().contains(&claim.key) {
             return self.run_alone(item, &claim, run).await;
         }
         let (end, mut ended) = oneshot::channel();
@@ -255,45 +290,41 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
             claim: claim.clone(),
             end,
         });
-        let early = tokio::select! {
+        let end = tokio::select! {
             biased;
-            end = &mut ended => Some(end),
+            end = &mut ended => end,
             permit = self.batches.acquire() => {
                 let mut batch = self.take_batch_with(&claim);
-                match batch.pop() {
-                    Some(only) if batch.is_empty() => {
-                        let mut alone = pin!(self.run_alone(only.item, &claim, run));
-                        let half = run.longest_run() / 2;
-                        if let Ok(result) = tokio::time::timeout(half, &mut alone).await {
-                            return result;
-                        }
-                        drop(permit); // as at the end of a batch
-                        return alone.await;
+                if batch.len() == 1 && let Some(only) = batch.pop() {
+                    let mut alone = pin!(self.run_alone(only.item, &claim, run));
+                    let half = run.longest_run() / 2;
+                    if let Ok(result) = tokio::time::timeout(half, &mut alone).await {
+                        return result;
                     }
-                    Some(last) => {
-                        batch.push(last);
-                        self.run_batch(batch, run).await;
-                    }
-                    None => {} // another run has taken it into its batch
+                    drop(permit); // as at the end of a batch
+                    return alone.await;
                 }
-                None
+                if !batch.is_empty() { // otherwise another run has taken it into its batch
+                    self.run_batch(batch, run).await;
+                }
+                drop(permit);
+                ended.await
             }
-        };
-        let end = match early {
-            Some(end) => end,
-            None => ended.await,
         };
         match end {
             Ok(BatchEnd::Run(result)) => result,
             Ok(BatchEnd::Alone(item)) => {
-                self.cut_short.lock().insert(claim.key.clone());
+                self.remember_as_cut_short([&claim]);
+                run.set_shared_its_time();
                 let result = self.run_alone(item, &claim, run).await;
-                self.cut_short.lock().remove(&claim.key);
+                if !is_unavailable(&result) {
+                    self.cut_short.lock().remove(&claim.key);
+                }
                 result
             }
             // The run that led the batch was dropped, and with it the transaction.
             Err(_) => Err(InboxUnavailable::failure(
-                "the batch of this message was cancelled",
+                "the batch of this message was cancelled, because the run that executed it timed out or was dropped",
             )),
         }
     }
@@ -302,7 +333,6 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::time::Duration;
 
     use super::*;
     use crate::marker::Attempts;
@@ -549,6 +579,9 @@ mod tests {
                     if item.payload.starts_with("hangs") {
                         std::future::pending::<()>().await;
                     }
+                    if item.payload.starts_with("long") {
+                        tokio::time::sleep(Duration::from_secs(6)).await;
+                    }
                     tokio::time::sleep(Duration::from_millis(5)).await;
                     transaction.rows.push(item.payload.clone());
                 }
@@ -597,6 +630,15 @@ mod tests {
             dead.sort();
             assert_eq!(dead, [format!("\"{poison} 0\""), format!("\"{poison} 1\"")]);
         }
+    }
+
+    /// It takes more than the half of the timeout that a failed batch leaves.
+    #[tokio::test(start_paused = true)]
+    async fn a_long_message_is_not_charged_for_the_time_of_its_batch() {
+        let first = (0..2).map(|number| (Duration::ZERO, format!("row {number}")));
+        let later = ["hangs", "long", "row"].map(|it| (Duration::from_millis(1), it.to_owned()));
+        let dead = dead_letters_of(1, first.chain(later)).await;
+        assert_eq!(dead, ["\"hangs\""]);
     }
 
     #[tokio::test(start_paused = true)]

@@ -81,15 +81,8 @@ pub(crate) struct RelayQueue {
 #[derive(Debug)]
 struct RelayRow {
     message: Arc<OutboxMessage>,
-    state: RowState,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum RowState {
-    Waiting,
-    Publishing,
-    /// Confirmed or refused: to be removed or parked.
-    Ended,
+    /// Whether it is being published, or was.
+    is_begun: bool,
 }
 
 /// An address at which publishing failed. One row, the probe, is read and published again when its
@@ -157,7 +150,7 @@ impl RelayQueue {
         self.in_flight += 1;
         *self.in_flight_to.entry(at).or_default() += 1;
         let row = self.rows.get_mut(&number)?;
-        row.state = RowState::Publishing;
+        row.is_begun = true;
         Some((number, Arc::clone(&row.message)))
     }
 
@@ -197,7 +190,7 @@ impl RelayQueue {
         result: &Result<(), NotPublished>,
         now: Instant,
     ) -> Option<Duration> {
-        let row = self.rows.get_mut(&number)?;
+        let row = self.rows.get(&number)?;
         self.in_flight -= 1;
         let at = address(&row.message);
         if let Some(in_flight) = self.in_flight_to.get_mut(&at) {
@@ -207,7 +200,6 @@ impl RelayQueue {
             }
         }
         let is_probe = self.failing.get(&at).is_some_and(|it| it.probe == number);
-        row.state = RowState::Ended;
         match result {
             Ok(()) => {
                 self.confirmed.push(number);
@@ -256,7 +248,7 @@ impl RelayQueue {
         let dropped: Vec<i64> = self
             .rows
             .iter()
-            .filter(|(_, row)| row.state == RowState::Waiting && address(&row.message) == at)
+            .filter(|(_, row)| !row.is_begun && address(&row.message) == at)
             .map(|(waiting, _)| *waiting)
             .chain([number])
             .collect();
@@ -454,7 +446,7 @@ impl RelayQueue {
         self.bytes += row.message.size();
         let row = RelayRow {
             message: Arc::new(row.message),
-            state: RowState::Waiting,
+            is_begun: false,
         };
         self.rows.insert(number, row);
     }
