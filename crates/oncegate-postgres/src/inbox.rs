@@ -186,21 +186,6 @@ impl PostgresInbox {
         Ok(())
     }
 
-    /// The verdicts of these claims by the rows of their keys.
-    async fn verdicts(
-        &self,
-        connection: &mut PgConnection,
-        claims: &[Operation],
-    ) -> Result<Vec<Verdict>, BoxError> {
-        let rows = rows_of(connection, claims).await?;
-        let verdict = |claim: &Operation| verdict(claim, rows.get(claim.key.as_str()));
-        let verdicts = claims
-            .iter()
-            .map(verdict)
-            .collect::<Result<_, StoreError>>()?;
-        Ok(verdicts)
-    }
-
     /// The state of the server and the table, as a connection of the pool sees it.
     async fn inspect_pool(&self) -> Result<preflight::PostgresState, StoreFailure> {
         let inspect = async {
@@ -218,6 +203,16 @@ impl PostgresInbox {
 }
 
 impl PostgresTransaction {
+    fn new(inner: Transaction<'static, sqlx::Postgres>, id: String, key: String) -> Self {
+        Self {
+            inner,
+            id,
+            key,
+            sent: SentMessages::default(),
+            was_rolled_back_by_begin: false,
+        }
+    }
+
     /// The connection, whose statements belong to the transaction. A savepoint is
     /// `transaction.connection().begin()`.
     ///
@@ -331,13 +326,11 @@ impl Inbox for PostgresInbox {
         }
         let (id, table) = inserted.ok_or("PostgreSQL returned no id of the transaction")?;
         self.check_table(table)?;
-        Ok(BeginResult::Transaction(PostgresTransaction {
-            inner: transaction,
+        Ok(BeginResult::Transaction(PostgresTransaction::new(
+            transaction,
             id,
-            key: claim.key.as_str().to_owned(),
-            sent: SentMessages::default(),
-            was_rolled_back_by_begin: false,
-        }))
+            claim.key.as_str().to_owned(),
+        )))
     }
 
     async fn begin_batch(
@@ -347,41 +340,30 @@ impl Inbox for PostgresInbox {
     ) -> Result<BatchTransaction<PostgresTransaction>, BoxError> {
         let mut transaction = dropped_begin::begin(&self.pool).await?;
         let inserted = insert_batch(&mut transaction, claims, longest_run).await?;
-        let Some((inserted, id, table)) = inserted else {
-            let recorded = self.verdicts(&mut transaction, claims).await?;
+        let keys = inserted.iter().flat_map(|(keys, ..)| keys);
+        let keys: HashSet<&str> = keys.map(String::as_str).collect();
+        let mut recorded = vec![None; claims.len()];
+        if keys.len() < claims.len() {
+            let rows = rows_of(&mut transaction, claims).await?;
+            for (claim, recorded) in claims.iter().zip(&mut recorded) {
+                let key = claim.key.as_str();
+                if !keys.contains(key) {
+                    *recorded = Some(verdict(claim, rows.get(key))?);
+                }
+            }
+        }
+        let Some((mut keys, id, table)) = inserted else {
             transaction.rollback().await?;
             return Ok(BatchTransaction {
                 transaction: None,
-                recorded: recorded.into_iter().map(Some).collect(),
+                recorded,
             });
         };
         self.check_table(table)?;
-        let key = inserted[0].clone();
-        let inserted: HashSet<String> = inserted.into_iter().collect();
-        let is_inserted = |claim: &Operation| inserted.contains(claim.key.as_str());
-        let others: Vec<Operation> = claims
-            .iter()
-            .filter(|claim| !is_inserted(claim))
-            .cloned()
-            .collect();
-        let mut verdicts = Vec::new();
-        if !others.is_empty() {
-            verdicts = self.verdicts(&mut transaction, &others).await?;
-        }
-        let mut verdicts = verdicts.into_iter();
-        let recorded = claims.iter().map(|claim| match is_inserted(claim) {
-            true => None,
-            false => verdicts.next(),
-        });
+        let transaction = PostgresTransaction::new(transaction, id, keys.swap_remove(0));
         Ok(BatchTransaction {
-            recorded: recorded.collect(),
-            transaction: Some(PostgresTransaction {
-                inner: transaction,
-                id,
-                key,
-                sent: SentMessages::default(),
-                was_rolled_back_by_begin: false,
-            }),
+            transaction: Some(transaction),
+            recorded,
         })
     }
 
@@ -425,7 +407,11 @@ impl Inbox for PostgresInbox {
 
     async fn rollback(&self, mut transaction: PostgresTransaction) -> Result<(), CommitError> {
         if transaction.was_rolled_back_by_begin {
-            return Ok(());
+            let PostgresTransaction { inner, key, id, .. } = &mut transaction;
+            return match outcome(inner, key, id).await {
+                Ok(TransactionOutcome::Committed) => Err(transaction.ended_by_handler().await),
+                _ => Ok(()),
+            };
         }
         match transaction.state(CURRENT).await {
             TransactionState::Other => Err(transaction.ended_by_handler().await),

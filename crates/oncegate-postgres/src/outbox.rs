@@ -24,7 +24,7 @@ pub(crate) const TABLE: &str = "oncegate_outbox";
 const MAX_SENT: usize = 10_000;
 const MAX_SENT_BYTES: usize = 64 * 1024 * 1024;
 
-/// How long connecting, becoming the leader and a statement may take.
+/// The timeout of an attempt to connect and to become the leader.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Inserts messages in their order, if the current transaction has the id $1. Otherwise the
@@ -497,7 +497,7 @@ pub struct ListedMessage {
     pub created_ms: u64,
     /// The size of the body.
     pub bytes: u64,
-    /// Why the broker refused it; `None` if it is not parked.
+    /// Why it cannot be published or read; `None` if it is not parked.
     pub error: Option<String>,
 }
 

@@ -18,6 +18,8 @@ use crate::support::{SECOND, kill_repeatedly, new_schema, new_schema_at, termina
 
 /// The payload of a message that is always refused.
 const POISON: i64 = -1;
+/// The payload of a message with a statement that takes longer than any handler may.
+const SLOW: i64 = -2;
 
 /// Inserts a row for each message of a batch, by one statement.
 #[derive(Clone, Default)]
@@ -40,6 +42,10 @@ impl BatchTransactionalHandler<PostgresInbox> for InsertsBatches {
             .execute(transaction.connection())
             .await
             .retry()?;
+        if cents.contains(&SLOW) {
+            let sleep = query("SELECT pg_sleep(5)");
+            sleep.execute(transaction.connection()).await.retry()?;
+        }
         match cents.contains(&POISON) {
             true => Err("a closed account").reject(),
             false => Ok(()),
@@ -97,6 +103,27 @@ async fn a_refused_message_is_a_dead_letter_and_the_rest_of_its_batch_is_booked(
         (booked(&pool).await, records(&pool).await),
         ((200, 200), 200)
     );
+}
+
+/// The rollback of its batch waits for the statement.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_whose_statement_takes_too_long_is_a_dead_letter_and_the_rest_is_booked() {
+    let pool = pool_at(&new_schema().await).await;
+    let broker = broker(0..20);
+    broker.publish(Message::new(SLOW.to_string()).with_message_id("slow"));
+    let run = Consumer::builder()
+        .source(broker.source())
+        .inbox(PostgresInbox::new(pool.clone()).create_tables())
+        .batch_transactional_handler(InsertsBatches::default())
+        .id(IdSource::message_id())
+        .handler_timeout(2 * SECOND)
+        .max_attempts(2)
+        .backoff(SECOND / 100, SECOND / 10)
+        .run_until(broker.all_settled());
+    let ended = tokio::time::timeout(90 * SECOND, run).await;
+    ended.expect("it ends").expect("no error");
+    assert_eq!(broker.dead_letters().len(), 1);
+    assert_eq!((booked(&pool).await, records(&pool).await), ((20, 20), 20));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -169,20 +169,29 @@ impl SqliteTransaction {
         }
     }
 
-    /// Commits or rolls back.
+    /// Commits or rolls back. A commit waits for a closure whose caller has stopped waiting, because
+    /// it belongs to the transaction; a rollback interrupts it.
     async fn end(
         mut self,
         request: fn(oneshot::Sender<Result<(), CommitError>>) -> TransactionRequest,
+        closure: RunningClosure,
     ) -> Result<(), CommitError> {
         let (reply, result) = oneshot::channel();
         let _ = self.requests.send(request(reply)); // as in `call`
-        self.is_calling = false; // a closure whose caller stopped waiting belongs to the transaction
+        self.is_calling &= closure == RunningClosure::Interrupted;
         drop(self);
         match result.await {
             Ok(result) => result,
             Err(_) => Err(CommitError::Unknown("the SQLite thread panicked".into())),
         }
     }
+}
+
+/// What happens to a closure that is running when the transaction ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum RunningClosure {
+    Awaited,
+    Interrupted,
 }
 
 impl Drop for SqliteTransaction {
@@ -258,18 +267,22 @@ impl Inbox for SqliteInbox {
             Ok(Ok(begun)) => Ok(begun.map_err(StoreError::from)?),
             Ok(Err(_)) => Err(format!("the SQLite thread for {file} panicked").into()),
             Err(_) => Err(format!(
-                "other transactions kept {file} locked for {LOCK_TIMEOUT:?}: make handlers shorter, or lower max_in_flight"
+                "no transaction began on {file} within {LOCK_TIMEOUT:?}: another one, of this or another process, has the write lock, or the disk does not respond; look for other programs that use the file, and make handlers shorter"
             )
             .into()),
         }
     }
 
     async fn commit(&self, transaction: SqliteTransaction) -> Result<(), CommitError> {
-        transaction.end(TransactionRequest::Commit).await
+        transaction
+            .end(TransactionRequest::Commit, RunningClosure::Awaited)
+            .await
     }
 
     async fn rollback(&self, transaction: SqliteTransaction) -> Result<(), CommitError> {
-        transaction.end(TransactionRequest::Rollback).await
+        transaction
+            .end(TransactionRequest::Rollback, RunningClosure::Interrupted)
+            .await
     }
 }
 

@@ -207,7 +207,8 @@ async fn each_message_is_booked_once_and_copies_are_accepted() {
     assert_eq!(marker.expect("a marker"), Marker::Done(None));
 }
 
-/// Inserts a row for each message of a batch. Refuses a batch with a negative amount.
+/// Inserts a row for each message of a batch. Refuses a batch with the amount -1, and executes a
+/// statement that does not end for one with -2.
 #[derive(Clone, Default)]
 struct InsertsBatches(Arc<AtomicUsize>);
 
@@ -222,13 +223,19 @@ impl BatchTransactionalHandler<SqliteInbox> for InsertsBatches {
         self.0.fetch_add(1, Ordering::Relaxed);
         let row = |item: &BatchItem<i64>| (item.context.id().to_owned(), item.payload);
         let rows: Vec<(String, i64)> = batch.iter().map(row).collect();
-        let is_refused = rows.iter().any(|(_, cents)| *cents < 0);
+        let has = |wanted| rows.iter().any(|(_, cents)| *cents == wanted);
+        let (is_refused, never_ends) = (has(-1), has(-2));
         let insert = move |sqlite: &mut Transaction<'_>| {
             let mut insert = sqlite.prepare_cached(INSERT)?;
             rows.into_iter()
                 .try_for_each(|row| insert.execute(row).map(drop))
         };
         transaction.call(insert).await.retry()?;
+        if never_ends {
+            let endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n";
+            let endless = |sqlite: &mut Transaction<'_>| sqlite.query_row(endless, [], |_| Ok(()));
+            transaction.call(endless).await.retry()?;
+        }
         match is_refused {
             true => Err("a closed account").reject(),
             false => Ok(()),
@@ -260,6 +267,27 @@ async fn batches_book_each_message_once_and_a_refused_one_alone_is_a_dead_letter
     // The messages of the batch with the refused one run one by one.
     let runs = handler.0.load(Ordering::Relaxed);
     assert!(runs < 1_200, "{runs} transactions");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_statement_that_does_not_end_is_interrupted_when_its_batch_is_rolled_back() {
+    let directory = Directory::new();
+    let raw = ledger(&directory);
+    let broker = broker(0..20);
+    broker.publish(Message::new("-2").with_message_id("endless"));
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .inbox(SqliteInbox::file(directory.file()))
+        .batch_transactional_handler(InsertsBatches::default())
+        .id(IdSource::message_id())
+        .handler_timeout(2 * SECOND)
+        .max_attempts(2)
+        .backoff(SECOND / 100, SECOND / 10)
+        .run_until(broker.all_settled());
+    let consumed = tokio::time::timeout(90 * SECOND, consumer).await;
+    consumed.expect("it ends").expect("no error");
+    assert_eq!(broker.dead_letters().len(), 1);
+    assert_eq!(counts(&raw), (20, 20, 20));
 }
 
 #[tokio::test(flavor = "multi_thread")]
