@@ -258,7 +258,7 @@ mod on_postgres {
             };
         }
         let audit = Audit::of(context)?;
-        let mut done = 0;
+        let (mut done, mut changed_rows) = (0, 0);
         for message in &messages {
             let action = PlannedAction {
                 what,
@@ -274,20 +274,22 @@ mod on_postgres {
                 OutboxChange::Retry => postgres.retry_outbox(message.number).await,
                 OutboxChange::Drop => postgres.drop_outbox(message).await,
             };
-            let changed = match changed {
-                Ok(true) => Ok(()),
-                Ok(false) => Err(CliError::incomplete(format!(
-                    "row {} changed since it was read; nothing was done to it; run the command again",
-                    message.number
-                ))),
-                Err(error) => Err(error.into()),
-            };
-            if let Err(failure) = changed {
-                audit.failed(pending, &failure).await?;
-                return Err(failure);
+            match changed {
+                Ok(true) => {
+                    audit.done(pending).await?;
+                    done += 1;
+                }
+                Ok(false) => {
+                    let text = format!("row {} changed since it was read", message.number);
+                    audit.failed(pending, &CliError::incomplete(text)).await?;
+                    changed_rows += 1;
+                }
+                Err(error) => {
+                    let failure = error.into();
+                    audit.failed(pending, &failure).await?;
+                    return Err(failure);
+                }
             }
-            audit.done(pending).await?;
-            done += 1;
         }
         let text = format!(
             "{what}: {done} messages are {} now.{}",
@@ -296,6 +298,12 @@ mod on_postgres {
         );
         context
             .format
-            .print(&report(done > 0, done, &messages), text)
+            .print(&report(done > 0, done, &messages), text)?;
+        if changed_rows > 0 {
+            return Err(CliError::incomplete(format!(
+                "{changed_rows} rows changed since they were read, for example because a relay published them; nothing was done to them"
+            )));
+        }
+        Ok(())
     }
 }

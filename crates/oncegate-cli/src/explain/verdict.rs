@@ -409,6 +409,11 @@ fn restarted_at_one(evidence: &Evidence, message: &DeadLetter) -> bool {
         && !evidence.passes_through
         && evidence.has_no_marker()
         && message.header(headers::LAST_ATTEMPT) == Some("1")
+        // Otherwise the marker of an attempt with an effect may have expired.
+        && match (message.first_seen_ms(), message.rejected_at_ms) {
+            (Some(seen), Some(rejected)) => rejected.saturating_sub(seen) < ms(evidence.window),
+            _ => false,
+        }
 }
 
 /// Whether an attempt of a dead letter without a marker may have had an effect: the marker expired,
@@ -451,7 +456,7 @@ fn dead_lettered(
     } else if message.reason() == "attempts-spent" && restarted_at_one(evidence, message) {
         (
             HandlingVerdict::DeadLettered,
-            "It was not handled: each attempt was numbered 1, so all failed without an effect, unless the store lost a marker",
+            "It was not handled: each attempt was numbered 1, so all failed without an effect, unless a marker expired or was lost between them",
         )
     } else {
         (HandlingVerdict::DeadLettered, "It was not handled")
@@ -764,7 +769,9 @@ mod tests {
     /// A failure without an effect deletes the marker, so each retry is attempt 1.
     #[test]
     fn attempts_that_restarted_at_one_had_no_effect_unless_a_marker_was_lost() {
+        let an_hour_ago = (now_ms() - 3_600_000).to_string();
         let headers = [
+            (headers::FIRST_SEEN, an_hour_ago.as_str()),
             (headers::REASON, "attempts-spent"),
             (headers::ATTEMPTS, "20"),
             (headers::LAST_ATTEMPT, "1"),
@@ -772,7 +779,13 @@ mod tests {
         let mut evidence = evidence(MarkerState::Absent, Destination::DeadLetters, &headers);
         let (verdict, text) = of(&evidence);
         assert_eq!(verdict, HandlingVerdict::DeadLettered);
-        assert!(text.contains("unless the store lost a marker"), "{text}");
+        assert!(
+            text.contains("unless a marker expired or was lost"),
+            "{text}"
+        );
+        let window = std::mem::replace(&mut evidence.window, Duration::from_secs(60));
+        assert_eq!(of(&evidence).0, HandlingVerdict::EffectUnknown);
+        evidence.window = window;
         for change in [
             |evidence: &mut Evidence| evidence.passes_through = true,
             |evidence: &mut Evidence| evidence.is_shadow = true,
