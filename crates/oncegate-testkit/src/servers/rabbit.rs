@@ -225,7 +225,7 @@ impl ServerKind for Rabbit {
     const NAME: &'static str = "RabbitMQ";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is rabbitmq-server)";
-    const START_TIMEOUT: Duration = Duration::from_secs(90);
+    const START_TIMEOUT: Duration = Duration::from_secs(180);
     const IN_SERVER_SET: bool = true;
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
