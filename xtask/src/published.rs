@@ -63,6 +63,7 @@ const CHECKS: &[Check] = &[
 ];
 
 /// The outcome of a check that did not fail.
+#[derive(Clone)]
 enum CheckOutcome {
     /// The check ran and found no problem.
     Passed,
@@ -70,32 +71,30 @@ enum CheckOutcome {
     CouldNotRun(String),
 }
 
-/// Runs the checks one after the other up to the first failure, and names those that could not run.
+/// Runs the checks up to the first failure, and names those that could not run. `Oldest`, which has
+/// a target directory of its own, runs beside the others: each compiles few crates at a time.
 /// Installs cargo-deny, actionlint and (once there is a release) cargo-semver-checks into
 /// `$ONCEGATE_CACHE`, by default `~/.cache/oncegate`, and the toolchain of `rust-version` with
 /// rustup.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
-    let mut not_run = Vec::new();
-    for check in CHECKS {
-        if arguments.only.is_some_and(|only| only != *check) {
-            continue;
-        }
-        let start = std::time::Instant::now();
-        let outcome = match check {
-            Check::Api => {
-                crate::api::run(&crate::api::Arguments::default()).map(|()| CheckOutcome::Passed)?
-            }
-            Check::Dependencies => dependencies()?,
-            Check::Features => features()?,
-            Check::Oldest => oldest()?,
-            Check::Semver => semver()?,
-            Check::Workflows => workflows()?,
-        };
-        println!("published: {check:?} took {} s", start.elapsed().as_secs());
-        if let CheckOutcome::CouldNotRun(reason) = outcome {
-            not_run.push(reason);
-        }
-    }
+    let selected = |check: &Check| arguments.only.is_none_or(|only| only == *check);
+    let (beside, others): (Vec<Check>, Vec<Check>) = CHECKS
+        .iter()
+        .filter(|check| selected(check))
+        .partition(|check| **check == Check::Oldest);
+    let outcomes: Vec<CheckOutcome> = std::thread::scope(|scope| {
+        let beside = scope.spawn(|| run_in_order(&beside));
+        let others = run_in_order(&others);
+        let beside = beside.join().expect("no check panics");
+        Ok::<_, Error>([others?, beside?].concat())
+    })?;
+    let not_run: Vec<String> = outcomes
+        .into_iter()
+        .filter_map(|outcome| match outcome {
+            CheckOutcome::Passed => None,
+            CheckOutcome::CouldNotRun(reason) => Some(reason),
+        })
+        .collect();
     for reason in &not_run {
         println!("published: NOT CHECKED: {reason}");
     }
@@ -105,6 +104,25 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
         ));
     }
     Ok(())
+}
+
+fn run_in_order(checks: &[Check]) -> Result<Vec<CheckOutcome>, Error> {
+    let run_one = |check: &Check| {
+        let start = std::time::Instant::now();
+        let outcome = match check {
+            Check::Api => {
+                crate::api::run(&crate::api::Arguments::default()).map(|()| CheckOutcome::Passed)
+            }
+            Check::Dependencies => dependencies(),
+            Check::Features => features(),
+            Check::Oldest => oldest(),
+            Check::Semver => semver(),
+            Check::Workflows => workflows(),
+        };
+        println!("published: {check:?} took {} s", start.elapsed().as_secs());
+        outcome
+    };
+    checks.iter().map(run_one).collect()
 }
 
 fn cache(directory: String) -> PathBuf {

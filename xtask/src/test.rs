@@ -28,7 +28,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 /// and counts as failed.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 /// The test programs that take longest. They start first, so that none runs alone at the end.
-const LONGEST_FIRST: [&str; 7] = [
+const LONGEST_FIRST: [&str; 8] = [
     "cli",
     "kafka",
     "redis",
@@ -36,6 +36,7 @@ const LONGEST_FIRST: [&str; 7] = [
     "end_to_end",
     "faults",
     "readme",
+    "postgres",
 ];
 
 #[derive(clap::Args)]

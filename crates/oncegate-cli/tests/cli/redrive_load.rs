@@ -22,7 +22,7 @@ on_both_brokers!(
     messages_that_did_not_happen_are_handled_at_most_once,
 );
 
-const MESSAGES: usize = 1_000;
+const MESSAGES: usize = 300;
 
 /// Copies of each message in doubt.
 const COPIES: usize = 11;
@@ -131,7 +131,7 @@ fn assert_each_booked_once(provider: &RecoveringProvider) {
     }
 }
 
-/// A thousand messages fail with unknown effect until their attempts are exhausted; the provider
+/// Messages fail with unknown effect until their attempts are exhausted; the provider
 /// recovers; they are redriven.
 async fn redriven(broker: Broker, guarantee: Guarantee) {
     let (fixture, provider) = (
@@ -207,7 +207,7 @@ async fn dead_letters_of_unknown_outcomes_are_redriven_at_most_once(broker: Brok
     redriven(broker, Guarantee::AtMostOnce).await;
 }
 
-/// A thousand messages with ten duplicates each end in doubt; an operator records that none
+/// Messages with ten duplicates each end in doubt; an operator records that none
 /// happened; the provider recovers. Consumers with either guarantee may handle what was in doubt.
 async fn resolved(broker: Broker, guarantee: Guarantee) {
     let (fixture, provider) = (
