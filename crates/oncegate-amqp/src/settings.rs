@@ -351,7 +351,7 @@ impl RabbitMq {
             return Err(SourceError::misconfigured(
                 "in_doubt",
                 format!("`{in_doubt}` is the dead-letter queue, too"),
-                "name another queue: dead letters are redriven, in-doubt messages resolved",
+                "name another queue: `oncegate dead-letters redrive` and `oncegate in-doubt resolve` need separate queues",
             ));
         }
         let key_header = self.key_header.as_deref();
