@@ -35,7 +35,8 @@ pub struct RabbitMq {
     key_header: Option<String>,
     body_limit: usize,
     consumer_timeout: Duration,
-    /// How long the consumer may leave a delivery unsettled with its settings; zero if unknown.
+    /// How long a delivery may stay unsettled: [`ConnectOptions::max_unsettled_time`]; zero if
+    /// unknown.
     max_unsettled_time: Duration,
     topology: Topology,
     kind: QueueKind,
@@ -54,9 +55,10 @@ pub struct RabbitMq {
 #[non_exhaustive]
 pub enum Topology {
     /// Creates the queues that do not exist: the queue, its dead-letter and in-doubt queues, and its
-    /// delay queues (`<queue>.delay.<milliseconds>`). If the queue exists with other arguments, that
-    /// is an error: AMQP does not report which, and some lose messages, such as a delivery limit
-    /// without a dead-letter exchange. Any other existing queue is used as it is, with a warning.
+    /// delay queues (`<queue>.delay.<milliseconds>`), in which failed messages wait. If the queue
+    /// exists with other arguments, that is an error: AMQP does not report which, and some lose
+    /// messages, such as a delivery limit without a dead-letter exchange. Any other queue with other
+    /// arguments is used as it is, with a warning.
     #[default]
     Declare,
     /// Creates nothing; a missing queue, dead-letter queue or in-doubt queue is an error. Failed
@@ -134,8 +136,8 @@ impl RabbitMq {
     }
 
     /// The URLs of the nodes of a cluster, with the same virtual host. The source connects to a
-    /// random node first; if a node cannot be reached or does not serve the queue, to the next one
-    /// at once.
+    /// random node first; if a node cannot be reached, to the next one at once; if it does not serve
+    /// the queue, to the next one after a pause.
     pub fn urls(mut self, urls: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.urls = urls.into_iter().map(Into::into).collect();
         self
@@ -221,7 +223,8 @@ impl RabbitMq {
     /// Declares the queue with `x-single-active-consumer`: only one of its consumers receives
     /// messages, and RabbitMQ activates another one when it ends. With `Order::ByKey` the order
     /// then holds across all consumers of the queue; failed messages therefore wait in the
-    /// consumer, whatever their delay. An existing queue without the argument is an error.
+    /// consumer, whatever their delay. An existing queue without the argument is an error. With a
+    /// topology other than [`Topology::Declare`] nothing is declared, and the argument not checked.
     pub fn single_active_consumer(mut self) -> Self {
         self.consumers = ConsumerMode::SingleActive;
         self
@@ -260,8 +263,8 @@ impl RabbitMq {
     ///
     /// # Errors
     /// [`SourceError::Misconfigured`]: an invalid URL or certificate; no connection was attempted.
-    /// [`SourceError::Unavailable`]: no node can be reached, or one refuses the login; its cause is
-    /// a [`SourceError::Misconfigured`] that names the setting to check.
+    /// [`SourceError::Unavailable`]: no node can be reached, or one refuses the login; its cause
+    /// names the setting to check, if one is a likely cause.
     pub async fn client(&self, name: &str) -> Result<Connection, SourceError> {
         let connector = BrokerConnector::new(&self.urls, self.tls.clone())?;
         connector
@@ -281,7 +284,7 @@ impl RabbitMq {
     ///
     /// Returns the error with which the source would refuse the queue, because it exists with other
     /// arguments. `None` if the arguments match, if the queue does not exist, if [`Topology`] is
-    /// not `Declare`, or if the user may not declare the queue.
+    /// not `Declare`, or if the check failed, for example because the user may not declare queues.
     ///
     /// # Errors
     /// As [`check_settings`](Self::check_settings).
@@ -328,8 +331,8 @@ impl RabbitMq {
                 "use at least 1 and at most 65535 unacknowledged deliveries; the default is 512",
             ));
         }
-        // Not capped with other topologies: without delay queues, deliveries that wait for a retry
-        // count towards the prefetch.
+        // Not capped with other topologies: they have no delay queues, so deliveries that wait for a
+        // retry count towards the prefetch.
         let cap = if self.topology == Topology::Declare {
             self.in_flight.max(1).saturating_mul(2)
         } else {
@@ -351,7 +354,7 @@ impl RabbitMq {
             return Err(SourceError::misconfigured(
                 "in_doubt",
                 format!("`{in_doubt}` is the dead-letter queue, too"),
-                "name another queue: dead letters are redriven, in-doubt messages resolved",
+                "name another queue: `oncegate dead-letters redrive` and `oncegate in-doubt resolve` need separate queues",
             ));
         }
         let key_header = self.key_header.as_deref();

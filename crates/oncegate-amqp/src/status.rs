@@ -1,7 +1,7 @@
 //! The status and the metrics of a source.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use metrics::{Counter, Gauge};
@@ -82,14 +82,15 @@ impl RabbitMqStatus {
     pub fn snapshot(&self) -> RabbitMqSnapshot {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let counters = &*self.0;
-        let blocked = counters.blocked();
+        let blocked = counters.blocked.lock();
         RabbitMqSnapshot {
             unacked: read(&counters.unacked),
             delivered: read(&counters.delivered),
             redelivered: read(&counters.redelivered),
             channels_lost: read(&counters.channels_lost),
             unavailable: counters
-                .unavailable_since()
+                .unavailable_since
+                .lock()
                 .map_or(Duration::ZERO, |since| since.elapsed()),
             stale_settlements: read(&counters.stale_settlements),
             copies: read(&counters.copies),
@@ -99,17 +100,6 @@ impl RabbitMqStatus {
                     .since
                     .map_or(Duration::ZERO, |since| since.elapsed()),
         }
-    }
-}
-
-impl StatusCounters {
-    fn blocked(&self) -> MutexGuard<'_, BlockedTime> {
-        // No code panics while it holds the lock.
-        self.blocked.lock()
-    }
-
-    fn unavailable_since(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.unavailable_since.lock()
     }
 }
 
@@ -170,14 +160,15 @@ impl SourceMetrics {
         add(&self.status.0.channels_lost, &self.channels_lost, 1);
         self.status
             .0
-            .unavailable_since()
+            .unavailable_since
+            .lock()
             .get_or_insert_with(Instant::now);
         self.unavailable.set(1);
     }
 
     /// Ends the time without a channel, because a channel is open again or the source is closed.
     pub(crate) fn clear_unavailable(&self) {
-        *self.status.0.unavailable_since() = None;
+        *self.status.0.unavailable_since.lock() = None;
         self.unavailable.set(0);
     }
 
@@ -197,7 +188,8 @@ impl SourceMetrics {
     pub(crate) fn blocked(&self) {
         self.status
             .0
-            .blocked()
+            .blocked
+            .lock()
             .since
             .get_or_insert_with(Instant::now);
         self.blocked.set(1);
@@ -206,7 +198,7 @@ impl SourceMetrics {
     /// Ends the time for which the broker blocks publishing: the alarm is over, or the publishing
     /// connection is closed.
     pub(crate) fn unblocked(&self) {
-        let mut blocked = self.status.0.blocked();
+        let mut blocked = self.status.0.blocked.lock();
         if let Some(since) = blocked.since.take() {
             let counted_seconds = blocked.total.as_secs();
             blocked.total += since.elapsed();
@@ -302,7 +294,8 @@ mod tests {
             for _ in 0..4 {
                 metrics.blocked();
                 // As if the alarm had begun earlier.
-                status.0.blocked().since = Instant::now().checked_sub(Duration::from_millis(600));
+                status.0.blocked.lock().since =
+                    Instant::now().checked_sub(Duration::from_millis(600));
                 metrics.unblocked();
                 all += counted();
                 assert_eq!(all, status.snapshot().blocked.as_secs());

@@ -18,7 +18,7 @@ use offsets::DeliveredOffsets;
 use start::LOG_START;
 pub(crate) use start::{CommittedOffset, StartPosition};
 
-/// Maximum number of offset gaps that are kept until the log start offset is known.
+/// Maximum number of offset gaps (see `add_gap`) that are kept until the log start offset is known.
 const MAX_GAPS: usize = 1_000;
 
 /// An assigned partition.
@@ -190,7 +190,7 @@ enum PositionTrust {
 /// How the next offset is committed. librdkafka commits a stored offset only if it is above the
 /// committed one, so after a truncation below the committed offset it would commit nothing of this
 /// assignment. Hence the first commit of each assignment is immediate, and so is the one after a
-/// failed commit.
+/// failed commit, or after a higher commit of an earlier assignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(test, derive(Hash))]
 enum NextCommit {
@@ -467,8 +467,7 @@ impl Partition {
     }
 
     /// Commits the lowest unsettled offset or, if all offsets are settled, the one after the last.
-    /// Skips an offset that was committed before, except in the first commit of an assignment and
-    /// after a failed commit.
+    /// Skips an offset that was committed before, unless [`NextCommit`] is immediate.
     fn commit(&mut self, now: Instant) -> PartitionAction {
         let Some(offset) = self.offsets.committable() else {
             return PartitionAction::Nothing;

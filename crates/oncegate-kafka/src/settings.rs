@@ -96,8 +96,9 @@ pub enum StartAt {
     Error,
 }
 
-/// The policy for a committed offset that is not in the log: messages expired before they were
-/// read, the topic was recreated, or the log was truncated.
+/// The policy for a committed offset that is not in the log: messages expired (retention or
+/// `DeleteRecords` removed them) before they were read, the topic was recreated, or the log was
+/// truncated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OutOfRange {

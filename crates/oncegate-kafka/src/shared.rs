@@ -1,10 +1,11 @@
 //! The state that the polling thread and the consumer share: assigned partitions, records that were
-//! read, deliveries that were handed out, and rejected deliveries.
+//! read, deliveries that were handed out, and rejected deliveries. The polling thread is that of
+//! `client::poll`. *The consumer* is the loop of oncegate-core that calls `receive` and `settle` of
+//! the source; a delivery is *handed out* when `receive` returns it.
 //!
 //! All state is behind one lock, without atomics or cells, so no thread sees half of a change. Only
 //! the order of calls varies: `model_tests` calls in random orders, and `shuttle_tests` runs the
-//! threads in many schedules. [`Partition`] returns the action that follows from an event; this
-//! module performs the action.
+//! threads in many schedules. [`Partition`] decides what follows from an event.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -75,7 +76,7 @@ pub(crate) struct SourceState {
     phase: SourcePhase,
     /// The error that ends the source.
     error: Option<SourceError>,
-    /// How many offsets expired before they were read.
+    /// How many offsets expired before they were read: see `offset_gaps`.
     expired: u64,
     /// Whether the polling thread was woken since its last wait.
     is_poller_woken: bool,
@@ -88,7 +89,7 @@ struct AssignedPartition {
     partition: Partition,
     /// The log end that the broker returned last.
     log_end: Option<i64>,
-    /// Whether this assignment has logged that message ids repeat.
+    /// Whether this assignment has logged that message ids repeat: see `check_repeated_id`.
     is_repetition_logged: bool,
     gap_log: GapLog,
 }
@@ -185,8 +186,8 @@ impl<M: StateLock> SharedState<M> {
         self.wake_consumer();
     }
 
-    /// Adds records that were read. Returns the partitions whose log was truncated and that
-    /// continue at a lower offset: librdkafka's position in them is wrong.
+    /// Adds records that were read. Returns the partitions that continue at a record below the last
+    /// one, because their log was truncated: librdkafka's position in them is too high.
     pub(crate) fn add_records(&self, records: Vec<ConsumerRecord>) -> Vec<(Arc<str>, i32)> {
         if records.is_empty() {
             return Vec::new();
@@ -197,9 +198,9 @@ impl<M: StateLock> SharedState<M> {
     }
 
     /// Restarts a recreated topic: ends its assignments and starts new ones, to which no records
-    /// are added before librdkafka has sought to the beginning. Partitions that were assigned after
-    /// the topic was recreated have started at the beginning and do not restart. Returns the number
-    /// of restarted partitions.
+    /// are added before librdkafka has sought to the beginning. Skips partitions that are being
+    /// revoked, and those whose assignment is known to have the new topic id. Returns the number of
+    /// restarted partitions.
     pub(crate) fn restart_topic(&self, topic: &str, identity: Option<TopicIdentity>) -> usize {
         let partitions = self.lock().restart_topic(topic, identity);
         self.wake_consumer();
@@ -222,9 +223,9 @@ impl<M: StateLock> SharedState<M> {
         epochs
     }
 
-    /// Ends assignments: waits for deliveries with `drain`, stores the offsets with `store`, and
-    /// removes the assignments. Lost partitions are only removed. Returns the number of deliveries
-    /// that are still unsettled.
+    /// Ends assignments: revokes them, waits for deliveries with `drain`, stores the offsets with
+    /// `store` (neither for lost partitions), and removes them. Returns the number of deliveries that
+    /// are still unsettled.
     pub(crate) fn end_assignments(
         &self,
         partitions: &[(String, i32)],
@@ -253,7 +254,6 @@ impl SourceState {
         self.error.take()
     }
 
-    /// How many offsets expired before they were read.
     pub(crate) fn expired(&self) -> u64 {
         self.expired
     }
@@ -464,7 +464,8 @@ impl SourceState {
         self.accept(&delivery.receipt)
     }
 
-    /// Returns the offsets to commit, without those that an earlier call has returned.
+    /// Returns the offsets to commit. Skips an offset that an earlier call has returned, unless that
+    /// commit failed or a commit of an earlier assignment overtook it.
     pub(crate) fn commits(&mut self) -> Vec<OffsetCommit> {
         let now = Instant::now();
         let commit = |it: &mut AssignedPartition| {

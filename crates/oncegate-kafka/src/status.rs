@@ -43,8 +43,8 @@ impl KafkaStatus {
             .map_or(0, |shared| shared.lock().client.replacements())
     }
 
-    /// How many offsets expired before the group read them, since the source was opened. Compacted
-    /// records and transaction markers among them count as well.
+    /// How many offsets retention or `DeleteRecords` removed before the group read them, since the
+    /// source was opened. Compacted records and transaction markers among them count as well.
     pub fn messages_expired(&self) -> u64 {
         self.shared().map_or(0, |shared| shared.lock().expired())
     }
@@ -109,7 +109,7 @@ pub struct Blocker {
 pub enum BlockedBy {
     /// It was read, and the consumer has not taken it yet.
     Queue,
-    /// The consumer has it: it waits for other messages of its key, for its claim, for its handler
+    /// The consumer has it: it waits for other messages of its key, for the store, for its handler
     /// or for its next attempt.
     Consumer,
     /// It was rejected, and the broker has not confirmed its dead letter or in-doubt message yet.

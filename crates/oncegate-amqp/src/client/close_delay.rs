@@ -1,4 +1,5 @@
-//! Delays the closing of a channel after many acknowledgements.
+//! Delays the closing of a channel after many acknowledgements: `basic.ack`, also with `multiple`,
+//! and `basic.reject`.
 //!
 //! # Workaround
 //! - *Symptom:* acknowledgements are lost when the channel closes soon after many of them; their

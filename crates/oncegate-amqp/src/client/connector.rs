@@ -9,7 +9,7 @@ use oncegate_core::store::BoxError;
 
 use crate::client::context::SourceContext;
 use crate::client::handshake;
-use crate::client::node::{BrokerNode, BrokerNodes};
+use crate::client::node::{BrokerNode, BrokerNodes, CONNECTION_TIMEOUT};
 use crate::client::tls::TlsFiles;
 
 /// Reply codes of the broker for errors that an operator has to correct.
@@ -142,7 +142,8 @@ impl BrokerConnector {
     /// Connects within the URL's `connection_timeout`, which covers the whole handshake.
     async fn connect_to(&self, node: &BrokerNode, name: &str) -> Result<Connection, ConnectError> {
         let properties = ConnectionProperties::default().with_connection_name(name.into());
-        let timeout = Duration::from_millis(node.uri.query.connection_timeout.unwrap_or(5_000));
+        let timeout = node.uri.query.connection_timeout;
+        let timeout = Duration::from_millis(timeout.unwrap_or(CONNECTION_TIMEOUT));
         let tls = match node.uri.scheme {
             AMQPScheme::AMQP => None,
             AMQPScheme::AMQPS => Some(self.tls.connector().map_err(ConnectError::Misconfigured)?),

@@ -12,8 +12,6 @@ pub(crate) struct SourceContext {
     pub(crate) settings: QueueSettings,
     pub(crate) connector: BrokerConnector,
     pub(crate) metrics: SourceMetrics,
-    /// The queues for which the warning was logged that their arguments are not those that oncegate
-    /// declares.
     pub(crate) mismatches: MismatchLog,
 }
 

@@ -1,7 +1,6 @@
 //! Declares or checks the queues that a source needs.
 
 use std::collections::HashMap;
-use std::sync::MutexGuard;
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{FieldTable, ShortString};
@@ -24,18 +23,13 @@ impl MismatchLog {
     /// Whether to log that the queue has arguments other than those that oncegate declares: the
     /// broker's text is new for this queue.
     pub(crate) fn is_new(&self, queue: &ShortString, text: &str) -> bool {
-        let logged = self.lock().insert(queue.clone(), text.to_owned());
+        let logged = self.0.lock().insert(queue.clone(), text.to_owned());
         logged.as_deref() != Some(text)
     }
 
     /// Forgets the text of a queue, which has the declared arguments now.
     pub(crate) fn clear(&self, queue: &ShortString) {
-        self.lock().remove(queue);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<ShortString, String>> {
-        // No code panics while it holds the lock.
-        self.0.lock()
+        self.0.lock().remove(queue);
     }
 }
 

@@ -409,9 +409,6 @@ impl AmqpDriver {
                 self.prefetch_mode
                     .after_loss(is_unparsable, self.opened_at, backoff);
             let prefetch = self.prefetch_mode.prefetch(self.context.prefetch);
-            // Ready messages without a delivery do not prove a lost consumer: another consumer may be
-            // the queue's single active one. The probe of the new channel runs rarely until its first
-            // delivery.
             let probe_interval = if let ChannelLoss::NoDeliveries(_) = loss {
                 LONG_PROBE_INTERVAL
             } else {

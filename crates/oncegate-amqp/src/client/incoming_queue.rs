@@ -1,7 +1,7 @@
 //! The queue of deliveries and revocations from the driver to the source.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use oncegate_core::internal::Lock;
 use oncegate_core::source::{Delivery, Incoming, Limit};
@@ -48,17 +48,10 @@ pub(crate) fn incoming_queue() -> (IncomingSender, IncomingReceiver) {
     (IncomingSender(Arc::clone(&queue)), IncomingReceiver(queue))
 }
 
-impl IncomingQueue {
-    fn state(&self) -> MutexGuard<'_, IncomingQueueState> {
-        // No code panics while it holds the lock.
-        self.state.lock()
-    }
-}
-
 impl IncomingSender {
     /// Adds a delivery. Drops it if the queue is stopped: closing the channel requeues its message.
     pub(crate) fn deliver(&self, delivery: Delivery) {
-        let mut state = self.0.state();
+        let mut state = self.0.state.lock();
         if state.phase == IncomingQueuePhase::Open {
             state.deliveries.push_back(delivery);
             self.0.wake.notify_one();
@@ -68,7 +61,7 @@ impl IncomingSender {
     /// Removes all deliveries and reports the channel with this epoch as revoked: the channel is
     /// lost, and the broker redelivers its messages.
     pub(crate) fn revoke(&self, epoch: u64) {
-        let mut state = self.0.state();
+        let mut state = self.0.state.lock();
         state.deliveries.clear();
         state.revoked.push(epoch);
         self.0.wake.notify_one();
@@ -77,7 +70,7 @@ impl IncomingSender {
 
 impl Drop for IncomingSender {
     fn drop(&mut self) {
-        self.0.state().phase = IncomingQueuePhase::Closed;
+        self.0.state.lock().phase = IncomingQueuePhase::Closed;
         self.0.wake.notify_one();
     }
 }
@@ -99,7 +92,7 @@ impl IncomingReceiver {
 
     /// Moves all revocations and the deliveries within the limit to `into`; `false` if there are none.
     fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<bool, IncomingClosed> {
-        let mut state = self.0.state();
+        let mut state = self.0.state.lock();
         let before = into.len();
         into.extend(state.revoked.drain(..).map(Incoming::Revoked));
         let (mut count, mut bytes) = (0, 0);
@@ -124,7 +117,7 @@ impl IncomingReceiver {
 
     /// Removes all deliveries and accepts no more.
     pub(crate) fn stop(&self) {
-        let mut state = self.0.state();
+        let mut state = self.0.state.lock();
         state.deliveries.clear();
         if state.phase == IncomingQueuePhase::Open {
             state.phase = IncomingQueuePhase::Stopped;
@@ -133,7 +126,7 @@ impl IncomingReceiver {
 
     /// How many deliveries wait to be received.
     pub(crate) fn len(&self) -> usize {
-        self.0.state().deliveries.len()
+        self.0.state.lock().deliveries.len()
     }
 }
 

@@ -21,7 +21,7 @@ use tokio::time::Instant;
 pub(crate) const PROBE_INTERVAL: Duration = Duration::from_secs(3);
 /// The same on a channel that replaces one whose consumer counted as lost, until its first
 /// delivery: the consumer may receive nothing for another reason, for example because another
-/// consumer is the single active one.
+/// program declared the queue with a single active consumer.
 pub(crate) const LONG_PROBE_INTERVAL: Duration = Duration::from_secs(60);
 /// When to check again after a check that found ready messages: the broker may be delivering them.
 const RECHECK_AFTER: Duration = Duration::from_millis(200);

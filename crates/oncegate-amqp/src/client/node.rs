@@ -10,7 +10,7 @@ use crate::client::{ipv6_url, url_parameters};
 /// The heartbeat interval in seconds, unless the URL has one.
 const HEARTBEAT: u16 = 10;
 /// The timeout of the whole handshake in milliseconds, unless the URL has one.
-const CONNECTION_TIMEOUT: u64 = 5_000;
+pub(crate) const CONNECTION_TIMEOUT: u64 = 5_000;
 
 /// One node of a broker.
 pub(crate) struct BrokerNode {

@@ -1,4 +1,5 @@
-//! Opens the consuming channel at start and after a loss, with backoff.
+//! Opens the consuming channel at start and after a loss, with backoff. The *epoch* of a channel is
+//! its number: 1 for the first one of a source.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,7 +71,7 @@ struct OpenAttempts {
     /// The pauses while the queue does not match the settings.
     mismatch_backoff: Backoff,
     throttle: ProblemThrottle,
-    /// The mismatch that was logged last. Each is logged once, not at each attempt.
+    /// The mismatch that was logged last. It is not logged again at each attempt.
     logged_mismatch: Option<String>,
 }
 

@@ -25,8 +25,8 @@ use crate::client::problem_throttle::ProblemThrottle;
 use crate::protocol::message_copy::MessageCopy;
 use oncegate_core::internal::Backoff;
 
-/// The driver's handle to the publishers. Each destination queue has a task of its own, so that a
-/// missing or full queue does not delay copies for others.
+/// The handle of the source's task (`driver`) to the publishers. Each destination queue has a task of
+/// its own, so that a missing or full queue does not delay copies for others.
 pub(crate) struct CopyPublisher {
     context: Arc<PublisherContext>,
     destinations: HashMap<ShortString, UnboundedSender<MessageCopy>>,
@@ -193,7 +193,6 @@ impl PublisherContext {
     /// Logs a failure at a limited rate.
     pub(crate) fn warn(&self, error: &str, pause: Duration) {
         let (queue, broker) = (&*self.source.name, self.source.redacted_url());
-        // No code panics while it holds the lock.
         let mut throttle = self.throttle.lock();
         if throttle.is_due(error, Instant::now()) {
             tracing::warn!(

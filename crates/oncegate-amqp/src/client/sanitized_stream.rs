@@ -1,5 +1,5 @@
-//! A byte stream for the AMQP client (lapin) that passes the broker's bytes through a
-//! [`FrameSanitizer`], and the runtime that connects such streams.
+//! A byte stream for the AMQP client (lapin) in which a [`FrameSanitizer`] rewrites the frames that
+//! lapin cannot parse or must not log, and a runtime with this type of stream.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,7 +15,7 @@ use futures_util::{AsyncRead, AsyncWrite, Stream};
 use crate::client::frame_sanitizer::FrameSanitizer;
 use crate::client::quiet_executor::QuietExecutor;
 
-/// The runtime that lapin uses: tokio's, with [`SanitizedStream`] as its TCP stream.
+/// The runtime for lapin: tokio's, with [`SanitizedStream`] as its type of TCP streams.
 pub(crate) type SanitizedRuntime = Runtime<RuntimeParts<QuietExecutor, SanitizingReactor>>;
 
 /// A [`SanitizedRuntime`] on the current tokio runtime.
@@ -34,7 +34,7 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> Duplex for S {}
 /// Maximum number of bytes per read from the socket.
 const READ_BUFFER_BYTES: usize = 64 << 10;
 
-/// A byte stream whose incoming frames are sanitized. Outgoing bytes are unchanged.
+/// A byte stream whose incoming frames are rewritten. Outgoing bytes are unchanged.
 pub(crate) struct SanitizedStream {
     stream: Box<dyn Duplex>,
     sanitizer: FrameSanitizer,
@@ -128,6 +128,7 @@ impl Reactor for SanitizingReactor {
         self.0.interval(time)
     }
 
+    /// Required by the trait: `handshake` connects by itself.
     fn tcp_connect_addr(
         &self,
         address: SocketAddr,

@@ -1,4 +1,4 @@
-//! Converts the deliveries of lapin to those of `oncegate_core`.
+//! Converts the deliveries of lapin to those of `oncegate_core`. For *copies* see `message_copy`.
 
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};

@@ -34,7 +34,7 @@ pub(crate) struct QueueSettings {
     pub(crate) key_header: Option<String>,
     pub(crate) body_limit: usize,
     pub(crate) consumer_timeout: Duration,
-    /// How long the consumer may leave a delivery unsettled with its settings; zero if unknown.
+    /// See [`ConnectOptions::max_unsettled_time`](oncegate_core::source::ConnectOptions).
     pub(crate) max_unsettled_time: Duration,
     pub(crate) topology: Topology,
     pub(crate) kind: QueueKind,

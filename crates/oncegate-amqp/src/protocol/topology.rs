@@ -127,9 +127,9 @@ fn dead_letter_to(arguments: &mut FieldTable, routing_key: &ShortString, kind: Q
 
 /// The delay of the delay queue for a copy that is to wait for `after`: the shortest of [`DELAYS`]
 /// in `after..=2 * after`; otherwise the longest that is at most `after`, and another copy waits
-/// for the remaining time; otherwise the shortest of all. So a message that waits for the end of a
-/// lease of at least one second is redelivered within two leases, and few messages need more than
-/// two copies.
+/// for the remaining time; otherwise the shortest of all. So a message whose id another consumer
+/// has claimed for a lease of at least one second is redelivered within two leases, and few
+/// messages need more than two copies.
 pub(crate) fn delay_queue_step(after: Duration) -> Duration {
     let [shortest, ..] = DELAYS;
     let fits = |delay: &Duration| *delay >= after && *delay <= after * 2;

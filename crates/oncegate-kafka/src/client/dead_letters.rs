@@ -15,7 +15,7 @@ use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::FutureRecord;
 
 use super::connection_errors::ConnectionErrors;
-use super::restarting_producer::{RestartingProducer, is_rejection};
+use super::restarting_producer::{ProducerPair, is_rejection};
 use crate::settings::Destinations;
 use crate::shared::RejectedDelivery;
 
@@ -39,11 +39,7 @@ const DELAY_WARNING_AFTER: Duration = Duration::from_secs(5);
 /// Publishes dead letters and in-doubt messages with idempotent producers and `acks=all`.
 pub(crate) struct DeadLetters {
     destinations: Destinations,
-    /// Sends several messages per request.
-    batches: RestartingProducer,
-    /// Sends one message per request. The broker acknowledges a batch as a whole, so only a message
-    /// that is sent alone can be identified as the rejected one.
-    singles: RestartingProducer,
+    producers: ProducerPair,
     /// The throttle of each kind of log line, by dead-letter topic and kind.
     throttles: Lock<HashMap<(String, &'static str), LogThrottle>>,
 }
@@ -88,22 +84,14 @@ impl PublishedParts {
 }
 
 impl DeadLetters {
-    /// Starts the producer of batches. The producer of single messages starts when it is first
-    /// needed.
     pub(crate) fn open(
         config: ClientConfig,
         destinations: Destinations,
         connection_errors: Arc<ConnectionErrors>,
     ) -> Result<Self, KafkaError> {
-        let producer = |config| RestartingProducer::new(config, connection_errors.clone());
-        let mut singles_config = config.clone();
-        singles_config.set("batch.num.messages", "1");
-        let (batches, singles) = (producer(config), producer(singles_config));
-        batches.start()?;
         Ok(Self {
             destinations,
-            batches,
-            singles,
+            producers: ProducerPair::start(config, connection_errors)?,
             throttles: Lock::default(),
         })
     }
@@ -179,8 +167,8 @@ impl DeadLetters {
         record.key = key.filter(|_| parts != PublishedParts::RejectionHeaders);
         let send = async {
             match dead_letter.grouping {
-                RequestGrouping::Batch => self.batches.send(record).await,
-                RequestGrouping::Alone => self.singles.send(record).await,
+                RequestGrouping::Batch => self.producers.batches.send(record).await,
+                RequestGrouping::Alone => self.producers.singles.send(record).await,
             }
         };
         let mut send = pin!(send);

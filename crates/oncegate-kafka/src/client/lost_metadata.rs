@@ -5,7 +5,7 @@
 //!   broker that was frozen for longer than `broker.session.timeout.ms` sends such a response.
 //!   *Version:* librdkafka 2.12.1.
 //! - *Workaround:* the client is replaced: the consumer by `watch` and `poll`, the client that
-//!   opens the source by `topics`, the producer by `dead_letters`.
+//!   opens the source by `topics`, producers by `restarting_producer`.
 //! - *Upstream:* confluentinc/librdkafka#5301, with the open pull request #5303.
 //! - *Tests:* `lost_metadata_is_detected_once_probes_succeed_for_the_reconnect_time`, and
 //!   `a_client_whose_requests_fail_is_replaced` in `topics`.

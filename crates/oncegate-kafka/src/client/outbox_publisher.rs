@@ -11,7 +11,7 @@ use rdkafka::producer::FutureRecord;
 
 use super::connection_errors::ConnectionErrors;
 use super::error;
-use super::restarting_producer::{RestartingProducer, is_rejection};
+use super::restarting_producer::{ProducerPair, is_rejection};
 use crate::settings::Kafka;
 
 /// After this time a topic that is not in the metadata counts as missing. Its message is tried
@@ -29,15 +29,7 @@ const TOPIC_PROPAGATION_MS: &str = "3000";
 /// so is one with an exchange.
 pub struct KafkaPublisher {
     kafka: Kafka,
-    producers: OnceLock<RelayProducers>,
-}
-
-struct RelayProducers {
-    /// Sends several messages per request.
-    batches: RestartingProducer,
-    /// Sends one message per request. The broker acknowledges a batch as a whole, so only a message
-    /// that is sent alone can be identified as the rejected one.
-    singles: RestartingProducer,
+    producers: OnceLock<ProducerPair>,
 }
 
 impl Kafka {
@@ -52,7 +44,7 @@ impl Kafka {
 }
 
 impl KafkaPublisher {
-    fn producers(&self) -> Result<&RelayProducers, SourceError> {
+    fn producers(&self) -> Result<&ProducerPair, SourceError> {
         if let Some(producers) = self.producers.get() {
             return Ok(producers);
         }
@@ -61,14 +53,9 @@ impl KafkaPublisher {
         if config.get(PROPAGATION).is_none() {
             config.set(PROPAGATION, TOPIC_PROPAGATION_MS);
         }
-        let mut singles = config.clone();
-        singles.set("batch.num.messages", "1");
         let connection_errors = Arc::new(ConnectionErrors::new(&self.kafka.brokers));
-        let producers = RelayProducers {
-            batches: RestartingProducer::new(config, connection_errors.clone()),
-            singles: RestartingProducer::new(singles, connection_errors),
-        };
-        producers.batches.start().map_err(error::from_config)?;
+        let producers =
+            ProducerPair::start(config, connection_errors).map_err(error::from_config)?;
         Ok(self.producers.get_or_init(|| producers))
     }
 }

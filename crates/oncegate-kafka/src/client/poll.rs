@@ -1,5 +1,5 @@
-//! The polling thread: the only thread that polls the consumer, so that no handler delays a
-//! rebalance.
+//! The polling thread: the only thread that polls librdkafka's consumer, so that no handler delays
+//! a rebalance.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
@@ -153,7 +153,6 @@ fn serve_client(
 /// on another thread.
 fn replace_client(consumer: Arc<GroupConsumer>, shared: &SharedState) -> ClientExit {
     let mut state = shared.lock();
-    // A client that does not reach its group coordinator can neither commit nor leave.
     let (exit, close_timeout) = if state.client.may_have_lost_metadata() {
         (ClientExit::ReplacedWithoutCoordinator, Duration::ZERO)
     } else {

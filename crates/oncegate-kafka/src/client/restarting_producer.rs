@@ -31,6 +31,33 @@ pub(crate) fn is_rejection(code: RDKafkaErrorCode) -> bool {
     )
 }
 
+/// Two producers with the same configuration.
+pub(crate) struct ProducerPair {
+    /// Sends several messages per request.
+    pub(crate) batches: RestartingProducer,
+    /// Sends one message per request. The broker acknowledges a batch as a whole, so only a message
+    /// that is sent alone can be identified as the rejected one.
+    pub(crate) singles: RestartingProducer,
+}
+
+impl ProducerPair {
+    /// Starts the producer of batches. The producer of single messages starts when it is first
+    /// needed.
+    pub(crate) fn start(
+        config: ClientConfig,
+        connection_errors: Arc<ConnectionErrors>,
+    ) -> Result<Self, KafkaError> {
+        let mut singles_config = config.clone();
+        singles_config.set("batch.num.messages", "1");
+        let batches = RestartingProducer::new(config, connection_errors.clone());
+        batches.current()?;
+        Ok(Self {
+            batches,
+            singles: RestartingProducer::new(singles_config, connection_errors),
+        })
+    }
+}
+
 /// A producer that is replaced after a fatal error, or if it has lost its broker metadata.
 pub(crate) struct RestartingProducer {
     config: ClientConfig,
@@ -39,18 +66,12 @@ pub(crate) struct RestartingProducer {
 }
 
 impl RestartingProducer {
-    /// A producer that starts when it is first needed.
-    pub(crate) fn new(config: ClientConfig, connection_errors: Arc<ConnectionErrors>) -> Self {
+    fn new(config: ClientConfig, connection_errors: Arc<ConnectionErrors>) -> Self {
         Self {
             config,
             connection_errors,
             current: Lock::default(),
         }
-    }
-
-    /// Starts the producer now.
-    pub(crate) fn start(&self) -> Result<(), KafkaError> {
-        self.current().map(drop)
     }
 
     /// Sends a record and waits for the confirm. Then replaces the producer if it has a fatal error

@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use oncegate_core::internal::LogThrottle;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::topic_partition_list::TopicPartitionList;
 
@@ -51,7 +52,7 @@ pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<C
         PartitionWatch::default(),
         CHECK_INTERVAL.min(stalled_after / 4),
     );
-    let (mut last_check, mut logged_at): (Option<Instant>, Option<Instant>) = (None, None);
+    let (mut last_check, mut throttle) = (None::<Instant>, LogThrottle::every(LOG_INTERVAL));
     while shared.lock().phase() < SourcePhase::Closing {
         if last_check.is_none_or(|at| at.elapsed() >= pause) {
             watch.check(
@@ -89,16 +90,13 @@ pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<C
         // client would have been replaced.
         if let Some(elapsed) = without_coordinator_since
             .map(|at| at.elapsed())
-            .filter(|it| {
-                *it >= LOG_INTERVAL && logged_at.is_none_or(|at| at.elapsed() >= LOG_INTERVAL)
-            })
+            .filter(|it| *it >= LOG_INTERVAL && throttle.due(Instant::now()).is_some())
         {
             tracing::warn!(
                 group = kafka.group,
                 seconds = elapsed.as_secs(),
                 "cannot reach the group coordinator; nothing is committed, and partitions may be assigned to other members; check that every partition of __consumer_offsets has a leader"
             );
-            logged_at = Some(Instant::now());
         }
         // Polling serves the client's log.
         let _ = client.poll(TURN);

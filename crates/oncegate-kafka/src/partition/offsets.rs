@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 /// The delivered offsets from the lowest unsettled one on, in a ring buffer. Offsets that were
-/// never delivered (compacted records or transaction markers) are gaps and count as settled. A
+/// never delivered (such as compacted records or transaction markers) are gaps and count as settled. A
 /// settlement takes O(1) time without gaps and O(log n) with gaps.
 #[derive(Debug, Default)]
 #[cfg_attr(test, derive(Clone, PartialEq, Eq, Hash))]

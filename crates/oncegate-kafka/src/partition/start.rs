@@ -2,7 +2,7 @@
 
 use super::log_identity::{TopicIdentity, TopicMatch};
 
-/// The first offset of every log.
+/// The first offset of a new log. The log start offset is higher once records were removed.
 pub(super) const LOG_START: i64 = 0;
 
 /// The position from which a partition is read, as determined when it was assigned.

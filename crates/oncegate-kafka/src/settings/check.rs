@@ -40,7 +40,7 @@ impl Kafka {
                 return invalid(
                     "in_doubt",
                     &format!("`{in_doubt}` is also the dead-letter topic"),
-                    "name another topic: dead letters are redriven, in-doubt messages resolved",
+                    "name another topic: `oncegate dead-letters redrive` and `oncegate in-doubt resolve` need separate topics",
                 );
             }
             for (setting, destination) in [("dead_letters", dead_letters), ("in_doubt", in_doubt)] {

@@ -1,4 +1,5 @@
-//! Counts and logs the messages that expired before they were read.
+//! Counts and logs the messages that *expired* before they were read: those that retention or
+//! `DeleteRecords` has removed from the log.
 //!
 //! # Workaround
 //! - *Symptom:* an error response resets the cached log start offset. *Version:* librdkafka 2.12.1.
