@@ -345,8 +345,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// How long a delivery may stay unsettled with these settings: two leases, while another holder
-    /// has its id, and then all inline retries, each up to the handler timeout, with the longest
-    /// pauses between. `reconcile` and queueing behind an ordering key may add to that. A broker
+    /// has its id, then the first run and all inline retries, each up to the handler timeout, with
+    /// the longest pauses between. `reconcile` and queueing behind an ordering key may add to that. A broker
     /// that limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
     pub fn max_unsettled_time(&self) -> Duration {
         self.settings.max_unsettled_time()

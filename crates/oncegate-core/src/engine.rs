@@ -1,9 +1,10 @@
-//! The event loop of one consumer. It executes the actions of [`crate::lifecycle`] and decides
-//! nothing itself.
+//! The event loop of one consumer. [`crate::lifecycle`] decides what happens to a delivery; the
+//! engine decides when, within limits, order, isolation and shutdown.
 //!
-//! Each part has its own state and does not access other parts; the loop passes events and
-//! operations between them. This file has the loop and its phases. `dispatch` executes the commands
-//! of the lifecycle, `answers` sends operations to the store and processes the answers.
+//! This file has the loop. `dispatch` executes the commands of the lifecycle, `answers` sends
+//! operations to the store and processes the answers. Each part has its own state, and only
+//! `reporter` reads that of others. A *run* is one call of `handle` or `reconcile`; a *suspect* is
+//! defined in `suspects`.
 
 mod answers;
 mod dispatch;
@@ -168,7 +169,7 @@ impl Engine {
     }
 
     /// Processes all results that are ready: ended runs, answered batches, lost leases and due
-    /// alarms. This is the first phase, because results free capacity, and the operations that
+    /// alarms. This is the first step, because results free capacity, and the operations that
     /// follow from them share a batch with the claims of the messages that are received next.
     async fn process_results(&mut self) {
         self.read_clocks();

@@ -78,8 +78,8 @@ pub enum GateError {
     /// The id is empty.
     #[error("the id is empty: pass an id that is unique to the work")]
     MissingId,
-    /// The work failed without an effect. After [`Failure::Retry`] the id may run again; after
-    /// [`Failure::Reject`] it is rejected.
+    /// The work failed without an effect, and the id may run again; in at most once not after
+    /// [`Failure::Reject`].
     #[error(transparent)]
     Failed(Failure),
     /// It is unknown whether the work happened: it reported that, panicked, timed out, lost its
@@ -101,8 +101,9 @@ pub enum GateError {
         "the work ran, but the store did not record its outcome, which counts as unknown when the lease ends; check the store and its network"
     )]
     NotRecorded,
-    /// The store is unavailable; the work did not run.
-    #[error("not run, because the store is unavailable: {0}")]
+    /// The store is unavailable or misconfigured, or its marker of the id is unreadable; the work
+    /// did not run.
+    #[error("the work did not run: {0}")]
     Store(#[source] StoreError),
 }
 

@@ -64,7 +64,8 @@ pub trait Handler: Send + Sync + 'static {
         self.handle(payload, cx)
     }
 
-    /// Finds out whether an earlier attempt, whose outcome is unknown, had its effect.
+    /// Finds out whether an attempt whose outcome is unknown had its effect. Called for ids that this
+    /// or an earlier consumer claimed in at most once.
     ///
     /// [`Reconciled::DidNotHappen`] means that it had no effect, *and that no attempt up to and
     /// including `cx.attempt()` can have one later*. A handler that cannot prevent a late effect

@@ -175,19 +175,19 @@ pub enum CommitError {
     EndedByHandler(#[source] BoxError),
 }
 
-/// The transaction did not begin, or the reply to its commit was lost.
+/// Why a run is repeated and does not count as an attempt: its transaction or batch did not begin or
+/// was cancelled, the reply to its commit was lost, or the next claim gets the verdict of a record.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct InboxUnavailable(#[source] BoxError);
 
 impl InboxUnavailable {
-    /// The failure of a run that is repeated and does not count as an attempt.
     fn failure(error: impl Into<BoxError>) -> Failure {
         Failure::Retry(Self(error.into()).into())
     }
 }
 
-/// Whether a run was repeated without an attempt.
+/// Whether a run failed with [`InboxUnavailable`].
 fn is_unavailable(result: &Result<(), Failure>) -> bool {
     matches!(result, Err(Failure::Retry(cause)) if cause.is::<InboxUnavailable>())
 }

@@ -32,8 +32,8 @@ pub mod in_flight {
     pub use crate::in_flight::InFlight;
 }
 
-/// The rules of the consumer for one delivery, and their data. For the model, its mutants and the
-/// laws.
+/// The rules of the consumer for one delivery, and their data. For the model, its mutants and
+/// `store_laws!`.
 pub mod lifecycle {
     pub use crate::lifecycle::action::Action;
     pub use crate::lifecycle::event::{Event, Outcome};

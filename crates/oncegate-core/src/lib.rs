@@ -3,7 +3,8 @@
 //!
 //! Start with [`Handler`] and [`Consumer`]. Two pure functions decide everything that the guarantee
 //! depends on: [`marker::apply`] the next marker of a key, and `lifecycle::transition` the next action
-//! for a delivery.
+//! for a delivery. [Terms](https://github.com/oncegate/oncegate/blob/main/docs/src/promises.md#terms):
+//! marker, claim, lease, attempt, in doubt, settlement, drain, fingerprint.
 #![forbid(unsafe_code)]
 
 mod boot_time;

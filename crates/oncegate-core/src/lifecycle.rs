@@ -1,9 +1,9 @@
 //! The consumer's side of the guarantee: what one delivery does next.
 //!
 //! `transition` maps a stage and an event to a stage and an action, without a clock, I/O or
-//! randomness. The consumer's engine and [`Gate`](crate::Gate) execute its actions and decide
-//! nothing themselves, so the model checker explores the same code that runs in production. A
-//! delivery ends with a [`Settlement`], or is abandoned by a stop; it never ends with an error.
+//! randomness. The consumer's engine, [`Gate`](crate::Gate) and the model checker execute its
+//! actions. A delivery ends with a [`Settlement`], or is abandoned by a stop; it never ends with an
+//! error.
 
 pub(crate) mod action;
 pub(crate) mod event;

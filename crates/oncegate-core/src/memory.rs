@@ -1,5 +1,4 @@
-//! The in-memory source and store, for tests and single processes. A test suite compares every
-//! other store with this store.
+//! The in-memory source and store, for tests and single processes.
 
 mod broker;
 mod done_log;

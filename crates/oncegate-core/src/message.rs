@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use bytes::Bytes;
 
-/// One message as it was sent. Cloning copies no payload: key, headers and body are slices of
+/// One message as it was sent. Cloning copies no content: key, headers and body are slices of
 /// shared memory.
 ///
 /// The slices keep the memory of the whole received batch allocated. Before you store a message,
@@ -15,13 +15,13 @@ use bytes::Bytes;
 pub struct Message {
     /// Where the message came from.
     pub origin: Origin,
-    /// The Kafka record key, or the AMQP routing key.
+    /// The Kafka record key, or on AMQP the routing key or the header that the source names.
     pub key: Option<Bytes>,
     /// The AMQP `message_id` property; Kafka has none.
     pub message_id: Option<Bytes>,
     /// The headers, in the order in which they were sent.
     pub headers: Headers,
-    /// The payload. Empty where the broker had none (a Kafka tombstone).
+    /// The body. Empty where the broker had none (a Kafka tombstone).
     pub body: Bytes,
     /// The timestamp of the message, which its producer or its broker has set; `None` if it has
     /// none.

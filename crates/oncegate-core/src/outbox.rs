@@ -1,5 +1,6 @@
 //! The outbox: messages that a transaction stores beside its rows, and that a [`Relay`] publishes
-//! after the commit.
+//! after the commit. A message that can never be published is *parked*: its row stays, with the
+//! error, until an operator retries or drops it.
 
 use std::future::Future;
 use std::time::Duration;
@@ -168,8 +169,9 @@ fn is_reserved(name: &str) -> bool {
         || [ID_HEADER, KEY_HEADER, "CC", "BCC"].contains(&name)
 }
 
-/// A message that can never be published. The text says what to change, and quotes nothing
-/// of the message but the name of a refused header and the error of its serializer. With `?`, a handler rejects the message that it handles.
+/// A message that can never be published. The text says what to change, and quotes nothing of the
+/// message but the name of a refused header and the error of its serializer. With `?`, a handler
+/// rejects the message that it handles.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("message not sent: {0}")]
 pub struct OutgoingError(String);
@@ -289,8 +291,8 @@ pub trait OutboxSession: Send + Sync + 'static {
     /// Of each destination the rows with the lowest numbers that this query selects, all in order of
     /// their numbers. All rows that are present are considered, because a row may be committed
     /// after rows with greater numbers. A storage may return the rows of some destinations only, if
-    /// later reads return those of the others. Not selected are parked rows, and rows behind a parked one: those with
-    /// the same exchange, destination and key, and a greater number.
+    /// later reads return those of the others. Not selected are parked rows, and rows behind a
+    /// parked one: those with the same exchange, destination and key, and a greater number.
     ///
     /// # Errors
     /// The session is lost.
@@ -314,7 +316,7 @@ pub trait OutboxSession: Send + Sync + 'static {
     /// The session is lost. The rows may be deleted.
     fn remove(&self, numbers: &[i64]) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Keeps a row with this error, and reads it no more until an operator says so.
+    /// Parks a row with this error.
     ///
     /// # Errors
     /// The session is lost. The row may be parked.

@@ -77,7 +77,7 @@ impl Outcomes {
         }
     }
 
-    /// Counts the settlement of a delivery.
+    /// Counts a settlement, or a release that the consumer executes itself as a delay.
     pub(crate) fn settled(&self, settlement: &Settlement) {
         match settlement {
             Settlement::Accept(proof) => match proof.as_str() {

@@ -48,12 +48,12 @@ const MAX_THROTTLES: usize = 1_000;
 ///   recognizes it.
 /// - Messages with the same destination and key are published one after the other, in the order of
 ///   their rows, so the first copies arrive in this order.
-/// - Of several processes, one publishes: the leader. Another one continues about a second after the database
-///   has ended the session of the leader.
+/// - Of several processes, one publishes: the leader. Another one continues about a second after the
+///   database has ended the session of the leader.
 ///
-/// A message that the broker refuses for good is parked: its row keeps the error, later messages
-/// of its key wait, and others continue. While a destination is missing or unavailable, its
-/// messages wait, and other destinations continue.
+/// A message that the broker refuses for good is [parked](crate::outbox): later messages of its key
+/// wait, and others continue. While a destination is missing or unavailable, its messages wait, and
+/// other destinations continue.
 #[derive(Debug)]
 #[must_use = "it publishes nothing until `run_until` is awaited"]
 pub struct Relay<O, P = ()> {
@@ -182,8 +182,8 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
 
     /// Publishes until shutdown, or until a request of the session fails. At shutdown it begins no
     /// further message, and waits for those in progress. If a request fails, it drops those in
-    /// progress, because another process may be the leader. Resets the backoff
-    /// once rows were removed or parked, or there were none.
+    /// progress, because another process may be the leader. Resets the backoff once rows were
+    /// removed or parked, or there were none.
     async fn lead(
         &self,
         session: &O::Session,

@@ -68,7 +68,7 @@ impl Renewals {
                     .build()
                 {
                     Ok(runtime) => runtime,
-                    Err(error) => return tracing::error!(%error, "cannot start the tokio runtime that renews leases: a consumer stops, and a gate ends runs with their leases; raise the limit of file descriptors and restart"),
+                    Err(error) => return tracing::error!(%error, "cannot start the tokio runtime that renews leases: a consumer stops, and a gate drops each run when its lease ends; raise the limit of file descriptors and restart"),
                 };
                 let store = store.for_renewals().unwrap_or(store);
                 let renewer = Renewer {

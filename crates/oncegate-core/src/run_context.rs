@@ -19,9 +19,9 @@ pub struct RunContext {
     waits_for_database: AtomicBool,
     /// When the handler of this message alone began, if it runs.
     handler_began: Lock<Option<Instant>>,
-    /// Whether the run shared its time with a batch that failed, so that its timeout is not that of
-    /// its handler.
-    shared_its_time: AtomicBool,
+    /// Whether a batch that failed has used a part of the timeout of this run, so that a timeout
+    /// does not mean that its handler takes too long.
+    timeout_shared: AtomicBool,
 }
 
 impl RunContext {
@@ -31,7 +31,7 @@ impl RunContext {
             longest_run,
             waits_for_database: AtomicBool::new(false),
             handler_began: Lock::default(),
-            shared_its_time: AtomicBool::new(false),
+            timeout_shared: AtomicBool::new(false),
         }
     }
 
@@ -48,21 +48,21 @@ impl RunContext {
         self.waits_for_database.store(waits, Ordering::Relaxed);
     }
 
-    pub(crate) fn has_all_its_time(&self) -> bool {
-        !self.shared_its_time.load(Ordering::Relaxed)
+    pub(crate) fn has_whole_timeout(&self) -> bool {
+        !self.timeout_shared.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn set_shared_its_time(&self) {
-        self.shared_its_time.store(true, Ordering::Relaxed);
+    pub(crate) fn set_timeout_shared(&self) {
+        self.timeout_shared.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a timeout now is not that of the handler: the run waits for the database, has waited
-    /// for so long that the handler had less than a quarter of the time, or shared its time with a
-    /// batch.
+    /// Whether a timeout now is not the fault of the handler: the run waits for the database, has
+    /// waited for so long that the handler had less than a quarter of the timeout, or a batch that
+    /// failed has used a part of it.
     pub(crate) fn waits_for_database(&self) -> bool {
         let began = *self.handler_began.lock();
         self.waits_for_database.load(Ordering::Relaxed)
-            || self.shared_its_time.load(Ordering::Relaxed)
+            || self.timeout_shared.load(Ordering::Relaxed)
             || began.is_some_and(|began| began.elapsed() < self.longest_run / 4)
     }
 }

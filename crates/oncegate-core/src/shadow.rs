@@ -24,11 +24,11 @@ use crate::store::{Persistence, Store, StoreError};
 /// `Shadow` is removed.
 ///
 /// If the system already deduplicates messages with keys in the same store, the `Shadow` needs its
-/// own keys (a prefix of the store, or a scope). Otherwise the present deduplication takes a marker
-/// that the `Shadow` writes before the handler runs for an earlier delivery.
+/// own keys (a prefix of the store, or a scope). Otherwise the present deduplication finds the key
+/// that the `Shadow` writes before the handler runs, and skips the message as a duplicate.
 ///
 /// It supports [`Guarantee::EffectivelyOnce`] and [`Guarantee::Bare`]. A consumer with
-/// [`Guarantee::AtMostOnce`] does not start with it, because that guarantee must block duplicates.
+/// [`Guarantee::AtMostOnce`] does not start with it: its effects must not happen twice.
 /// A message without an id is rejected as without a `Shadow`: choose an id that every message has.
 ///
 /// ```
@@ -225,7 +225,7 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
 
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         if guarantee == Guarantee::AtMostOnce {
-            let problem = "a shadow lets every message run, and at most once must block duplicates: use Guarantee::EffectivelyOnce while the shadow is in place";
+            let problem = "a shadow lets every message run, and in at most once no effect may happen twice: use Guarantee::EffectivelyOnce while the shadow is in place";
             return Err(StoreError::Misconfigured(problem.into()));
         }
         match self.store.preflight(guarantee).await {

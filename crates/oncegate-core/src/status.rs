@@ -41,7 +41,7 @@ pub struct ConsumerStatus(Arc<Lock<StatusData>>);
 pub(crate) struct StatusData {
     pub(crate) in_flight: usize,
     pub(crate) queued: usize,
-    /// Suspects that run or wait in isolation.
+    /// See [`ConsumerSnapshot::isolated`].
     pub(crate) isolated: usize,
     /// The oldest deliveries with their times of receipt, the oldest first.
     pub(crate) oldest: Vec<(Instant, InFlightDelivery)>,
@@ -207,7 +207,6 @@ impl ConsumerStatus {
     }
 
     fn lock(&self) -> MutexGuard<'_, StatusData> {
-        // A poisoned lock is safe: nothing panics while the data is inconsistent.
         self.0.lock()
     }
 }

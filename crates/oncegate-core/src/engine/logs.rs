@@ -331,7 +331,7 @@ impl Logs {
                 max_crashes,
                 %origin,
                 suppressed_lines,
-                "possible crash loop: processes crashed or lost the lease while they handled this message; it runs in isolation, and no other message is claimed until it is finished; find out why processes crash or pause"
+                "possible crash loop: processes crashed or lost the lease while they handled this message; it runs in isolation, and messages without crashes are not claimed until all in isolation are finished; find out why processes crash or pause"
             );
         }
     }

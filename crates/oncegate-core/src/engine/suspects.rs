@@ -1,17 +1,18 @@
-//! Selects the deliveries that run in isolation, because one of them may crash the process.
+//! Selects the deliveries that run in isolation: apart from all that are not suspects.
 
 use std::collections::VecDeque;
 
 use crate::lifecycle::Isolation;
 use crate::slots::Slot;
 
-/// The suspects: deliveries of messages during whose handling at least two processes crashed. The
-/// admitted ones run in isolation, the others wait for that.
+/// The suspects: deliveries of messages during whose handling at least two processes crashed, so
+/// that one of them may be the cause. The admitted ones run in isolation, the others wait for that.
 ///
-/// While suspects are admitted, no other delivery is claimed, so that a crash is counted for the
-/// admitted ones only. If two processes crash with the same n deliveries in flight, there are n
-/// suspects. After two crashes they run in groups of at most √`max_in_flight`. After three crashes
-/// the first one runs alone, and each group that finishes doubles the size of the next: n suspects
+/// While suspects are admitted, no claim (the write to the store before a handler starts) of another
+/// delivery is sent, unless that delivery drains. So a crash counts for the admitted ones, and for
+/// handlers that ran before. [`Policy::isolation`](crate::lifecycle::Policy::isolation) selects the
+/// size of a suspect's group. After two crashes it is √`max_in_flight`. After more it is 1 at first,
+/// and doubles whenever that many suspects have finished, also beyond √`max_in_flight`: n suspects
 /// take the time of about log₂ n handlers if no process crashes.
 #[derive(Debug)]
 pub(super) struct Suspects {
@@ -19,7 +20,7 @@ pub(super) struct Suspects {
     admitted: Vec<(Slot, Isolation)>,
     /// The suspects that wait until they are admitted. They hold no claim.
     waiting: VecDeque<Slot>,
-    /// The maximum size of a group after two crashes.
+    /// The maximum size of a group after two crashes, unless `growing_group` is larger.
     group: usize,
     /// The maximum size of a group after more crashes.
     growing_group: usize,
@@ -89,7 +90,7 @@ impl Suspects {
         }
     }
 
-    /// Queues a suspect until the admitted ones have finished.
+    /// Queues a suspect until the limits admit it.
     pub(super) fn queue(&mut self, slot: Slot) {
         self.waiting.push_back(slot);
     }

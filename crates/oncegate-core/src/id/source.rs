@@ -100,9 +100,8 @@ impl IdSource {
         Self(IdReader::MessageId)
     }
 
-    /// The Kafka record key (the routing key on AMQP). Use it only if no two different messages
-    /// have the same key. A routing key that is the name of the queue, as with the default
-    /// exchange, is an unusable id.
+    /// The key: see [`Message::key`]. Use it only if no two different messages have the same key. A
+    /// routing key that is the name of the queue, as with the default exchange, is an unusable id.
     pub fn key() -> Self {
         Self(IdReader::Key)
     }

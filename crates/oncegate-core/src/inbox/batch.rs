@@ -25,7 +25,7 @@ use crate::run_context::RunContext;
 /// messages of a third collect.
 const BATCHES_AT_ONCE: usize = 2;
 
-/// How many messages that were cut short are remembered.
+/// The maximum size of [`InBatches::cut_short`].
 const MAX_CUT_SHORT: usize = 10_000;
 
 /// How often the failure of a batch is logged.
@@ -147,7 +147,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
     /// Remembers messages whose next run must join no batch.
     fn remember_as_cut_short<'a>(&self, claims: impl IntoIterator<Item = &'a Operation>) {
         let mut cut_short = self.cut_short.lock();
-        // Of messages that other processes have handled since.
+        // Entries accumulate only for messages that other processes have handled since.
         if cut_short.len() >= MAX_CUT_SHORT {
             cut_short.clear();
         }
@@ -175,7 +175,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         let Some(mut transaction) = begin(&*self.inbox, claim, run).await? else {
             return Ok(());
         };
-        if run.has_all_its_time() {
+        if run.has_whole_timeout() {
             self.cut_short.lock().remove(&claim.key);
         }
         let items = [item];
@@ -229,8 +229,8 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
                     Ok(Err(_)) => "the handler panicked".to_owned(),
                     _ => "it took longer than half of the handler timeout".to_owned(),
                 };
-                // It waits for a statement that is still running. If that takes longer than the time of
-                // the runs, they end, and begin alone the next time.
+                // The rollback waits for a statement that still runs. If the runs time out before
+                // its end, their next runs join no batch.
                 self.remember_as_cut_short(&claims);
                 let rolled_back = self.inbox.rollback(transaction).await;
                 rolled_back.and(Err(CommitError::RolledBack(cause.into())))
@@ -315,7 +315,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
             Ok(BatchEnd::Run(result)) => result,
             Ok(BatchEnd::Alone(item)) => {
                 self.remember_as_cut_short([&claim]);
-                run.set_shared_its_time();
+                run.set_timeout_shared();
                 let result = self.run_alone(item, &claim, run).await;
                 if !is_unavailable(&result) {
                     self.cut_short.lock().remove(&claim.key);

@@ -10,7 +10,7 @@ use crate::marker::{Attempts, Guarantee};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Outage {
-    /// Receive nothing until the store is available again.
+    /// Start no handler until the store is available again.
     #[default]
     Hold,
     /// Run handlers without the store, and count these runs. Messages are handled at least once
@@ -49,8 +49,7 @@ impl Policy {
         doubled(self.backoff, tries, self.longest_backoff)
     }
 
-    /// How a message is isolated from others, because it may cause the crashes of the processes
-    /// that handle it.
+    /// How a message is isolated from others, because it may crash the processes that handle it.
     ///
     /// `None` after a single crash: any message that was in flight then may be the cause. A message
     /// runs alone if its next crash would dead-letter it.

@@ -8,7 +8,7 @@ use crate::marker::{Attempts, Effect, Finding, OperationKind};
 /// The stage of a delivery in its lifecycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
-    /// The source returned the delivery, or its grant was withdrawn. No claim was sent since.
+    /// It was received, or waits for its next attempt or for isolation. No claim was sent since.
     New(History),
     /// Waits for the answer to a claim.
     Claiming(History, ClaimTries),

@@ -16,7 +16,7 @@ use crate::outbox::{NotPublished, OutboxMessage, OutboxRow, UnsentQuery};
 const MAX_ROWS: usize = 512;
 /// The size of the rows in memory above which none are read.
 const MAX_BYTES: usize = 32 * 1024 * 1024;
-/// The size of the probes in memory above which none are read.
+/// The size of the probes (see [`FailingAddress`]) in memory above which none are read.
 const MAX_PROBE_BYTES: usize = MAX_BYTES / 4;
 /// The pauses between reads that find nothing.
 const FIRST_IDLE_PAUSE: Duration = Duration::from_millis(10);
@@ -46,36 +46,31 @@ type Address = (String, String);
 /// An address and a key: messages of which at most one is published at a time.
 type OrderedKey = (Address, Bytes);
 
-/// The rows in memory. Every row stays in memory until the storage no longer returns it, or it is
-/// dropped together with all later rows of its key, so that none overtakes an earlier one.
+/// Decides what the leader of an outbox does next.
 #[derive(Debug)]
 pub(crate) struct RelayQueue {
-    max_in_flight: usize,
-    rows: BTreeMap<i64, RelayRow>,
+    rows: RelayRows,
+    slots: PublishSlots,
+    /// Rows to remove.
+    confirmed: Vec<i64>,
+    /// Rows to park, each with its error.
+    refused: VecDeque<(i64, String)>,
+    failing: HashMap<Address, FailingAddress>,
+    schedule: RequestSchedule,
+    is_stopping: bool,
+}
+
+/// The rows in memory. Every row stays in memory until the storage no longer returns it, or it is
+/// dropped together with all later rows of its key, so that none overtakes an earlier one.
+#[derive(Debug, Default)]
+struct RelayRows {
+    by_number: BTreeMap<i64, RelayRow>,
     bytes: usize,
     /// The rows of each key that are neither confirmed nor parked, in order. Only the first may be
     /// published.
     keys: HashMap<OrderedKey, VecDeque<i64>>,
     /// Waiting rows that are the first of their key, or have no key.
     ready: HashMap<Address, BTreeSet<i64>>,
-    in_flight: usize,
-    /// The messages in flight by address.
-    in_flight_to: HashMap<Address, usize>,
-    confirmed: Vec<i64>,
-    refused: VecDeque<(i64, String)>,
-    /// Addresses at which publishing failed.
-    failing: HashMap<Address, FailingAddress>,
-    /// Whether the last read was one of probes: the next one is not, so that neither waits for ever.
-    has_read_probes: bool,
-    /// Whether rows were dropped while a read is in progress, whose answer may contain later rows
-    /// of the same keys.
-    read_is_outdated: bool,
-    is_stopping: bool,
-    request_in_progress: bool,
-    idle: Backoff,
-    read_at: Instant,
-    level_at: Instant,
-    answered_at: Instant,
 }
 
 #[derive(Debug)]
@@ -97,27 +92,43 @@ struct FailingAddress {
     retry_at: Instant,
 }
 
+/// The messages in flight: those that are being published.
+#[derive(Debug)]
+struct PublishSlots {
+    max_in_flight: usize,
+    in_flight: usize,
+    in_flight_to: HashMap<Address, usize>,
+}
+
+/// When the requests to the storage are due.
+#[derive(Debug)]
+struct RequestSchedule {
+    is_in_progress: bool,
+    answered_at: Instant,
+    level_at: Instant,
+    read_at: Instant,
+    idle: Backoff,
+    /// Whether the last read was one of probes: the next one is not, so that neither waits for ever.
+    has_read_probes: bool,
+    /// Whether rows were dropped while a read is in progress, whose answer may contain later rows
+    /// of the same keys.
+    is_read_outdated: bool,
+}
+
 impl RelayQueue {
     pub(crate) fn new(max_in_flight: usize, now: Instant) -> Self {
         Self {
-            max_in_flight,
-            rows: BTreeMap::new(),
-            bytes: 0,
-            keys: HashMap::new(),
-            ready: HashMap::new(),
-            in_flight: 0,
-            in_flight_to: HashMap::new(),
+            rows: RelayRows::default(),
+            slots: PublishSlots {
+                max_in_flight,
+                in_flight: 0,
+                in_flight_to: HashMap::new(),
+            },
             confirmed: Vec::new(),
             refused: VecDeque::new(),
             failing: HashMap::new(),
-            has_read_probes: false,
-            read_is_outdated: false,
+            schedule: RequestSchedule::new(now),
             is_stopping: false,
-            request_in_progress: false,
-            idle: Backoff::between(FIRST_IDLE_PAUSE, LONGEST_IDLE_PAUSE),
-            read_at: now,
-            level_at: now,
-            answered_at: now,
         }
     }
 
@@ -128,59 +139,29 @@ impl RelayQueue {
 
     /// Whether no message is being published, and everything was removed or parked.
     pub(crate) fn is_drained(&self) -> bool {
-        self.in_flight == 0
-            && !self.request_in_progress
+        self.slots.in_flight == 0
+            && !self.schedule.is_in_progress
             && self.confirmed.is_empty()
             && self.refused.is_empty()
     }
 
     /// Whether the storage has not answered for so long that another process may be the leader.
     pub(crate) fn is_without_answer(&self, now: Instant) -> bool {
-        now >= self.answered_at + CHECK_INTERVAL + REQUEST_TIMEOUT
+        now >= self.schedule.check_at() + REQUEST_TIMEOUT
     }
 
     /// The next message to publish now, if any. Its result goes to [`published`](Self::published).
     pub(crate) fn begin(&mut self) -> Option<(i64, Arc<OutboxMessage>)> {
-        if self.is_stopping || self.in_flight >= self.max_in_flight {
+        if self.is_stopping || self.slots.in_flight >= self.slots.max_in_flight {
             return None;
         }
-        let number = self.next_ready()?;
-        let at = address(&self.rows[&number].message);
-        self.unready(&at, number);
-        self.in_flight += 1;
-        *self.in_flight_to.entry(at).or_default() += 1;
-        let row = self.rows.get_mut(&number)?;
-        row.is_begun = true;
-        Some((number, Arc::clone(&row.message)))
-    }
-
-    /// The first ready row of an address with less than half of the slots, or else of any address
-    /// that leaves an eighth of the slots to others: a broker may not answer for one of them.
-    fn next_ready(&self) -> Option<i64> {
-        let (half, most) = (
-            (self.max_in_flight / 2).max(1),
-            self.max_in_flight - self.max_in_flight / 8,
-        );
-        let first = |(at, numbers): (&Address, &BTreeSet<i64>)| {
-            let in_flight = self.in_flight_to.get(at).copied().unwrap_or(0);
-            let number = numbers.first().copied()?;
-            (in_flight < most).then_some((in_flight >= half, number))
-        };
-        let (_, number) = self.ready.iter().filter_map(first).min()?;
-        Some(number)
-    }
-
-    fn make_ready(&mut self, at: Address, number: i64) {
-        self.ready.entry(at).or_default().insert(number);
-    }
-
-    fn unready(&mut self, at: &Address, number: i64) {
-        if let Some(numbers) = self.ready.get_mut(at) {
-            numbers.remove(&number);
-            if numbers.is_empty() {
-                self.ready.remove(at);
-            }
-        }
+        let ready = self.rows.ready.iter();
+        let (_, number) = ready
+            .filter_map(|(at, numbers)| Some((self.slots.rank(at)?, *numbers.first()?)))
+            .min()?;
+        let message = self.rows.begin(number)?;
+        self.slots.take(address(&message));
+        Some((number, message))
     }
 
     /// Takes the result of a message that was begun. Returns the pause after a failure.
@@ -190,113 +171,56 @@ impl RelayQueue {
         result: &Result<(), NotPublished>,
         now: Instant,
     ) -> Option<Duration> {
-        let row = self.rows.get(&number)?;
-        self.in_flight -= 1;
-        let at = address(&row.message);
-        if let Some(in_flight) = self.in_flight_to.get_mut(&at) {
-            *in_flight -= 1;
-            if *in_flight == 0 {
-                self.in_flight_to.remove(&at);
-            }
-        }
-        let is_probe = self.failing.get(&at).is_some_and(|it| it.probe == number);
+        let at = address(&self.rows.by_number.get(&number)?.message);
+        self.slots.free(&at);
         match result {
             Ok(()) => {
                 self.confirmed.push(number);
-                self.advance_key(number);
+                self.rows.advance_key(number);
             }
             Err(NotPublished::Refused(error)) => {
                 self.refused.push_back((number, error.to_string()))
             }
             Err(NotPublished::NotConfirmed(_)) => return Some(self.fail(number, at, now)),
         }
-        if is_probe {
+        if self.failing.get(&at).is_some_and(|it| it.probe == number) {
             self.failing.remove(&at);
         }
         None
     }
 
-    /// Makes the row after a confirmed one of the same key ready.
-    fn advance_key(&mut self, number: i64) {
-        let Some(key) = ordered_key(&self.rows[&number].message) else {
-            return;
-        };
-        let Some(numbers) = self.keys.get_mut(&key) else {
-            return;
-        };
-        numbers.pop_front();
-        match numbers.front().copied() {
-            Some(next) => self.make_ready(key.0, next),
-            None => drop(self.keys.remove(&key)),
-        }
-    }
-
-    /// A message was not confirmed: its address is failing.
+    /// A message was not confirmed: its address is failing. Returns the pause before its retry.
     fn fail(&mut self, number: i64, at: Address, now: Instant) -> Duration {
-        if let Some(failing) = self.failing.get_mut(&at) {
-            let pause = failing.backoff.current();
-            if failing.probe != number {
-                self.drop_rows(&[number]);
-                return pause;
-            }
-            let pause = failing.backoff.advance_with_jitter();
-            failing.retry_at = now + pause;
-            self.forget(number);
-            return pause;
+        let size = self.rows.by_number[&number].message.size();
+        let is_new = !self.failing.contains_key(&at);
+        if is_new {
+            self.rows.forget_waiting(&at);
         }
-        let size = self.rows[&number].message.size();
-        let dropped: Vec<i64> = self
-            .rows
-            .iter()
-            .filter(|(_, row)| !row.is_begun && address(&row.message) == at)
-            .map(|(waiting, _)| *waiting)
-            .chain([number])
-            .collect();
-        self.drop_rows(&dropped);
-        let mut backoff = Backoff::default();
-        let pause = backoff.advance_with_jitter();
-        let failing = FailingAddress {
+        self.rows.forget(number);
+        let failing = self.failing.entry(at).or_insert(FailingAddress {
             probe: number,
             size,
-            backoff,
-            retry_at: now + pause,
-        };
-        self.failing.insert(at, failing);
+            backoff: Backoff::default(),
+            retry_at: now,
+        });
+        let is_probe = failing.probe == number;
+        // The rows of an address that was failing before are not read, except for the probe.
+        self.schedule.is_read_outdated |= is_new || !is_probe;
+        if !is_probe {
+            return failing.backoff.current();
+        }
+        let pause = failing.backoff.advance_with_jitter();
+        failing.retry_at = now + pause;
         pause
-    }
-
-    /// Removes rows from memory, which are read again later.
-    fn drop_rows(&mut self, numbers: &[i64]) {
-        self.read_is_outdated = true;
-        for number in numbers {
-            self.forget(*number);
-        }
-    }
-
-    fn forget(&mut self, number: i64) {
-        let Some(row) = self.rows.remove(&number) else {
-            return;
-        };
-        self.bytes -= row.message.size();
-        self.unready(&address(&row.message), number);
-        let Some(key) = ordered_key(&row.message) else {
-            return;
-        };
-        if let Some(numbers) = self.keys.get_mut(&key) {
-            numbers.retain(|other| *other != number);
-            if numbers.is_empty() {
-                self.keys.remove(&key);
-            }
-        }
     }
 
     /// The next request to the storage, if one is due and none is in progress.
     pub(crate) fn next_request(&mut self, now: Instant) -> Option<OutboxRequest> {
-        if self.request_in_progress {
+        if self.schedule.is_in_progress {
             return None;
         }
         let request = self.due_request(now);
-        self.request_in_progress = request.is_some();
+        self.schedule.is_in_progress = request.is_some();
         request
     }
 
@@ -310,30 +234,26 @@ impl RelayQueue {
         if self.is_stopping {
             return None;
         }
-        if now >= self.level_at || now >= self.answered_at + CHECK_INTERVAL {
-            self.level_at = now + LEVEL_INTERVAL;
+        if now >= self.schedule.level_at.min(self.schedule.check_at()) {
+            self.schedule.level_at = now + LEVEL_INTERVAL;
             return Some(OutboxRequest::Level);
         }
-        let is_read_due = now >= self.read_at && self.has_room();
+        let is_read_due = now >= self.schedule.read_at && self.rows.has_room();
         let probes = self.due_probes(now);
-        let is_turn_of_rows = is_read_due && self.has_read_probes;
-        self.has_read_probes = !probes.is_empty() && !is_turn_of_rows;
-        if self.has_read_probes {
+        let is_turn_of_rows = is_read_due && self.schedule.has_read_probes;
+        self.schedule.has_read_probes = !probes.is_empty() && !is_turn_of_rows;
+        if self.schedule.has_read_probes {
             return Some(OutboxRequest::ReadAgain(probes));
         }
         is_read_due.then(|| {
-            self.read_is_outdated = false;
+            self.schedule.is_read_outdated = false;
             OutboxRequest::Read(UnsentQuery {
-                max_rows: MAX_ROWS - self.rows.len(),
-                max_bytes: MAX_BYTES - self.bytes,
-                except: self.rows.keys().copied().collect(),
+                max_rows: MAX_ROWS - self.rows.by_number.len(),
+                max_bytes: MAX_BYTES - self.rows.bytes,
+                except: self.rows.by_number.keys().copied().collect(),
                 except_destinations: self.failing.keys().cloned().collect(),
             })
         })
-    }
-
-    fn has_room(&self) -> bool {
-        self.rows.len() <= MAX_ROWS / 2 && self.bytes < MAX_BYTES
     }
 
     /// The probes to read now. In memory are at most as many as may use a quarter of the slots, and
@@ -362,57 +282,39 @@ impl RelayQueue {
         let in_memory = self
             .failing
             .values()
-            .filter_map(|failing| self.rows.get(&failing.probe));
-        let (rows, bytes) = in_memory.fold((0, 0), |(rows, bytes), row| {
-            (rows + 1, bytes + row.message.size())
+            .filter(|failing| self.rows.by_number.contains_key(&failing.probe));
+        let (rows, bytes) = in_memory.fold((0, 0), |(rows, bytes), failing| {
+            (rows + 1, bytes + failing.size)
         });
-        let max_rows = (self.max_in_flight / 4).max(1);
+        let max_rows = (self.slots.max_in_flight / 4).max(1);
         let room = (
             max_rows - rows.min(max_rows),
             MAX_PROBE_BYTES.saturating_sub(bytes),
         );
-        (room.0 > 0 && room.1 > 0 && self.bytes < MAX_BYTES).then_some(room)
+        (room.0 > 0 && room.1 > 0 && self.rows.bytes < MAX_BYTES).then_some(room)
     }
 
     /// The failing addresses whose probe is not in memory.
     fn unread_probes(&self) -> impl Iterator<Item = &FailingAddress> {
         let failing = self.failing.values();
-        failing.filter(|failing| !self.rows.contains_key(&failing.probe))
+        failing.filter(|failing| !self.rows.by_number.contains_key(&failing.probe))
     }
 
     /// The storage has executed a request.
     pub(crate) fn answered(&mut self, request: &OutboxRequest, now: Instant) {
-        (self.request_in_progress, self.answered_at) = (false, now);
+        (self.schedule.is_in_progress, self.schedule.answered_at) = (false, now);
         match request {
-            OutboxRequest::Remove(numbers) => numbers.iter().for_each(|it| self.forget(*it)),
-            OutboxRequest::Park { number, .. } => self.forget_key(*number),
+            OutboxRequest::Remove(numbers) => numbers.iter().for_each(|it| self.rows.forget(*it)),
+            OutboxRequest::Park { number, .. } => self.rows.forget_key(*number),
             OutboxRequest::Read(_) | OutboxRequest::ReadAgain(_) | OutboxRequest::Level => {}
         }
     }
 
-    /// Removes a parked row, and the rows that wait behind it.
-    fn forget_key(&mut self, number: i64) {
-        let row = self.rows.get(&number);
-        let behind = row
-            .and_then(|row| self.keys.remove(&ordered_key(&row.message)?))
-            .unwrap_or_default();
-        self.forget(number);
-        behind.iter().for_each(|it| self.forget(*it));
-    }
-
     /// Adds the rows that a read returned.
     pub(crate) fn add(&mut self, rows: Vec<OutboxRow>, now: Instant) {
-        if std::mem::take(&mut self.read_is_outdated) {
-            self.read_at = now;
-            return;
+        if self.schedule.accept_read(rows.is_empty(), now) {
+            rows.into_iter().for_each(|row| self.rows.insert(row));
         }
-        if rows.is_empty() {
-            self.read_at = now + self.idle.advance();
-            return;
-        }
-        self.idle.reset();
-        self.read_at = now;
-        rows.into_iter().for_each(|row| self.insert(row));
     }
 
     /// Adds the probes that were read again. An operator has dropped those of the requested ones
@@ -421,16 +323,39 @@ impl RelayQueue {
         for row in rows {
             let failing = self.failing.get(&address(&row.message));
             if failing.is_some_and(|failing| failing.probe == row.number) {
-                self.insert(row);
+                self.rows.insert(row);
             }
         }
         let before = self.failing.len();
         self.failing.retain(|_, failing| {
-            !requested.contains(&failing.probe) || self.rows.contains_key(&failing.probe)
+            !requested.contains(&failing.probe) || self.rows.by_number.contains_key(&failing.probe)
         });
         if self.failing.len() < before {
-            self.read_at = now;
+            self.schedule.read_at = now;
         }
+    }
+
+    /// When [`next_request`](Self::next_request) has to be called again without another event.
+    pub(crate) fn wakes_at(&self) -> Option<Instant> {
+        if self.is_stopping || self.schedule.is_in_progress {
+            return None;
+        }
+        let retries = self
+            .probe_room()
+            .into_iter()
+            .flat_map(|_| self.unread_probes());
+        let read_at = self.rows.has_room().then_some(self.schedule.read_at);
+        retries
+            .map(|failing| failing.retry_at)
+            .chain(read_at)
+            .chain([self.schedule.level_at, self.schedule.check_at()])
+            .min()
+    }
+}
+
+impl RelayRows {
+    fn has_room(&self) -> bool {
+        self.by_number.len() <= MAX_ROWS / 2 && self.bytes < MAX_BYTES
     }
 
     fn insert(&mut self, row: OutboxRow) {
@@ -448,27 +373,142 @@ impl RelayQueue {
             message: Arc::new(row.message),
             is_begun: false,
         };
-        self.rows.insert(number, row);
+        self.by_number.insert(number, row);
     }
 
-    /// When [`next_request`](Self::next_request) has to be called again without another event.
-    pub(crate) fn wakes_at(&self) -> Option<Instant> {
-        if self.is_stopping {
-            return None;
+    /// Begins a ready row.
+    fn begin(&mut self, number: i64) -> Option<Arc<OutboxMessage>> {
+        let row = self.by_number.get_mut(&number)?;
+        row.is_begun = true;
+        let message = Arc::clone(&row.message);
+        self.unready(&address(&message), number);
+        Some(message)
+    }
+
+    fn make_ready(&mut self, at: Address, number: i64) {
+        self.ready.entry(at).or_default().insert(number);
+    }
+
+    fn unready(&mut self, at: &Address, number: i64) {
+        if let Some(numbers) = self.ready.get_mut(at) {
+            numbers.remove(&number);
+            if numbers.is_empty() {
+                self.ready.remove(at);
+            }
         }
-        if self.request_in_progress {
-            return None;
+    }
+
+    /// Makes the row after a confirmed one of the same key ready.
+    fn advance_key(&mut self, number: i64) {
+        let Some(key) = ordered_key(&self.by_number[&number].message) else {
+            return;
+        };
+        let Some(numbers) = self.keys.get_mut(&key) else {
+            return;
+        };
+        numbers.pop_front();
+        match numbers.front().copied() {
+            Some(next) => self.make_ready(key.0, next),
+            None => drop(self.keys.remove(&key)),
         }
-        let retries = self
-            .probe_room()
-            .into_iter()
-            .flat_map(|_| self.unread_probes());
-        let read_at = self.has_room().then_some(self.read_at);
-        retries
-            .map(|failing| failing.retry_at)
-            .chain(read_at)
-            .chain([self.level_at, self.answered_at + CHECK_INTERVAL])
-            .min()
+    }
+
+    /// Removes the rows of an address that were not begun.
+    fn forget_waiting(&mut self, at: &Address) {
+        let is_waiting = |row: &RelayRow| !row.is_begun && address(&row.message) == *at;
+        let rows = self.by_number.iter();
+        let waiting: Vec<i64> = rows
+            .filter_map(|(number, row)| is_waiting(row).then_some(*number))
+            .collect();
+        waiting.iter().for_each(|it| self.forget(*it));
+    }
+
+    /// Removes a parked row, and the rows that wait behind it.
+    fn forget_key(&mut self, number: i64) {
+        let row = self.by_number.get(&number);
+        let behind = row
+            .and_then(|row| self.keys.remove(&ordered_key(&row.message)?))
+            .unwrap_or_default();
+        self.forget(number);
+        behind.iter().for_each(|it| self.forget(*it));
+    }
+
+    /// Removes a row, which a later read returns again if the storage still has it.
+    fn forget(&mut self, number: i64) {
+        let Some(row) = self.by_number.remove(&number) else {
+            return;
+        };
+        self.bytes -= row.message.size();
+        self.unready(&address(&row.message), number);
+        let Some(key) = ordered_key(&row.message) else {
+            return;
+        };
+        if let Some(numbers) = self.keys.get_mut(&key) {
+            numbers.retain(|other| *other != number);
+            if numbers.is_empty() {
+                self.keys.remove(&key);
+            }
+        }
+    }
+}
+
+impl PublishSlots {
+    /// The order of addresses: first those with less than half of the slots, then those that leave
+    /// an eighth of the slots to others, because a broker may not answer for one of them. `None` for
+    /// an address that has more.
+    fn rank(&self, at: &Address) -> Option<bool> {
+        let half = (self.max_in_flight / 2).max(1);
+        let most = self.max_in_flight - self.max_in_flight / 8;
+        let in_flight = self.in_flight_to.get(at).copied().unwrap_or(0);
+        (in_flight < most).then_some(in_flight >= half)
+    }
+
+    fn take(&mut self, at: Address) {
+        self.in_flight += 1;
+        *self.in_flight_to.entry(at).or_default() += 1;
+    }
+
+    fn free(&mut self, at: &Address) {
+        self.in_flight -= 1;
+        if let Some(in_flight) = self.in_flight_to.get_mut(at) {
+            *in_flight -= 1;
+            if *in_flight == 0 {
+                self.in_flight_to.remove(at);
+            }
+        }
+    }
+}
+
+impl RequestSchedule {
+    fn new(now: Instant) -> Self {
+        Self {
+            is_in_progress: false,
+            answered_at: now,
+            level_at: now,
+            read_at: now,
+            idle: Backoff::between(FIRST_IDLE_PAUSE, LONGEST_IDLE_PAUSE),
+            has_read_probes: false,
+            is_read_outdated: false,
+        }
+    }
+
+    /// When to check that this process is still the leader.
+    fn check_at(&self) -> Instant {
+        self.answered_at + CHECK_INTERVAL
+    }
+
+    /// A read has returned rows, or none. Returns whether the rows may be added.
+    fn accept_read(&mut self, is_empty: bool, now: Instant) -> bool {
+        self.read_at = now;
+        if std::mem::take(&mut self.is_read_outdated) {
+            return false;
+        }
+        if is_empty {
+            self.read_at = now + self.idle.advance();
+        } else {
+            self.idle.reset();
+        }
+        true
     }
 }
 

@@ -30,8 +30,8 @@ fn not_confirmed() -> Result<(), NotPublished> {
 
 /// Executes the reading of probes that is due, with this answer; returns their numbers.
 fn read_again(queue: &mut RelayQueue, rows: Vec<OutboxRow>, now: Instant) -> Vec<i64> {
-    queue.level_at = now + SECOND;
-    queue.answered_at = now;
+    queue.schedule.level_at = now + SECOND;
+    queue.schedule.answered_at = now;
     let request = queue.next_request(now).expect("a request");
     queue.answered(&request, now);
     let OutboxRequest::ReadAgain(probes) = request else {
@@ -92,7 +92,10 @@ async fn a_refused_message_is_parked_and_only_its_key_waits() {
         OutboxRequest::Remove(vec![3]),
     ];
     assert_eq!(requests(&mut queue, now), expected);
-    assert_eq!(queue.rows.keys().copied().collect::<Vec<_>>(), [4]);
+    assert_eq!(
+        queue.rows.by_number.keys().copied().collect::<Vec<_>>(),
+        [4]
+    );
 }
 
 #[tokio::test]
@@ -111,7 +114,10 @@ async fn a_failing_destination_is_probed_with_one_message_and_others_continue() 
     queue.published(3, &not_confirmed(), now);
     queue.published(4, &Ok(()), now);
     assert_eq!(begun(&mut queue), [] as [i64; 0]);
-    assert_eq!(queue.rows.keys().copied().collect::<Vec<_>>(), [4]);
+    assert_eq!(
+        queue.rows.by_number.keys().copied().collect::<Vec<_>>(),
+        [4]
+    );
     requests(&mut queue, now);
     let later = now + SECOND;
     let probe = row(1, "a", Some("k"));
@@ -142,7 +148,10 @@ async fn rows_of_a_read_from_before_a_failure_are_read_again() {
     queue.published(1, &not_confirmed(), later);
     queue.answered(&read, later);
     queue.add(vec![row(3, "a", Some("k"))], later);
-    assert!(queue.rows.is_empty(), "row 3 would overtake row 2");
+    assert!(
+        queue.rows.by_number.is_empty(),
+        "row 3 would overtake row 2"
+    );
 }
 
 #[tokio::test]
@@ -151,7 +160,7 @@ async fn a_probe_that_an_operator_has_dropped_is_forgotten() {
     let mut queue = queue(vec![row(1, "a", None)], now);
     assert_eq!(begun(&mut queue), [1]);
     queue.published(1, &not_confirmed(), now);
-    assert!(queue.rows.is_empty());
+    assert!(queue.rows.by_number.is_empty());
     let later = now + SECOND;
     assert_eq!(read_again(&mut queue, Vec::new(), later), [1]);
     let read = queue.next_request(later);
@@ -176,7 +185,7 @@ async fn probes_leave_memory_and_slots_to_other_destinations() {
     assert_eq!(begun(&mut queue), [1, 2]);
     queue.published(1, &not_confirmed(), now);
     queue.published(2, &not_confirmed(), now + SECOND / 10);
-    assert_eq!(queue.bytes, 0);
+    assert_eq!(queue.rows.bytes, 0);
     let later = now + SECOND;
     let first = rows().take(1).collect();
     assert_eq!(read_again(&mut queue, first, later), [1]);
