@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::Error;
-use crate::setup::{root, run_program, target_directory};
+use crate::setup::{cargo, root, run_program, target_directory};
 
 /// The published libraries.
 pub(crate) const LIBRARIES: &[&str] = &[
@@ -76,9 +76,8 @@ fn document() -> Result<(), Error> {
             source,
         },
     )?;
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = cargo();
     cargo
-        .current_dir(root())
         .env("RUSTDOC", std::path::absolute(&script).unwrap_or(script))
         .env("RUSTDOCFLAGS", "-Z unstable-options --output-format json")
         .args(["doc", "--quiet", "--no-deps", "--lib", "--all-features"]);

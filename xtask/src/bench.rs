@@ -2,14 +2,8 @@
 
 mod guard;
 
-use std::process::{Command, Stdio};
-use std::time::Duration;
-
-use rustix::process::{Pid, Signal, kill_process};
-
-use crate::Error;
-use crate::setup;
 use crate::stopping::StopSignals;
+use crate::{Error, chaos, setup};
 
 #[derive(clap::Args)]
 #[command(disable_help_flag = true)]
@@ -44,11 +38,7 @@ pub(crate) fn run(
         });
     }
     let shown = format!("oncegate-bench {}", arguments.join(" "));
-    let cannot = |source| Error::CannotRun {
-        program: shown.clone(),
-        source,
-    };
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = setup::cargo();
     // The opt-level with which users of oncegate build SQLite; this workspace lowers it to build
     // faster.
     cargo.args([
@@ -59,25 +49,5 @@ pub(crate) fn run(
     cargo
         .args(["--release", "--package", "oncegate-bench", "--"])
         .args(arguments);
-    let mut child = cargo
-        .current_dir(setup::root())
-        .stdin(Stdio::null())
-        .spawn()
-        .map_err(cannot)?;
-    let mut signal_sent = false;
-    loop {
-        if let Some(status) = child.try_wait().map_err(cannot)? {
-            return if status.success() {
-                Ok(())
-            } else {
-                Err(Error::Failed(shown))
-            };
-        }
-        if stopping.is_requested() && !signal_sent {
-            // One SIGTERM, after which the program stops its servers and ends.
-            signal_sent = true;
-            let _ = kill_process(Pid::from_child(&child), Signal::TERM);
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    chaos::wait(cargo, &shown, &stopping)
 }

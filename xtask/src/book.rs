@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use crate::Error;
-use crate::setup::{root, run_program, target_directory};
+use crate::setup::{cargo, root, run_program, target_directory};
 
 /// The version of mdBook.
 const VERSION: &str = "0.5.4";
@@ -52,7 +52,7 @@ fn installed() -> Result<PathBuf, Error> {
             "book: installing mdBook {VERSION} into {}",
             directory.display()
         );
-        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        let mut cargo = cargo();
         // Without the features for serving and searching, and as a debug build, which compiles
         // faster: mdBook runs only for a second.
         cargo

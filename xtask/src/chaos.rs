@@ -76,13 +76,13 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
 }
 
 fn cargo(arguments: &[&str]) -> Command {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = setup::cargo();
     cargo.args(arguments);
     cargo
 }
 
 /// Runs a program to its end; forwards a stop signal as SIGTERM.
-fn wait(mut command: Command, shown: &str, stopping: &StopSignals) -> Result<(), Error> {
+pub(crate) fn wait(mut command: Command, shown: &str, stopping: &StopSignals) -> Result<(), Error> {
     let cannot = |source| Error::CannotRun {
         program: shown.to_owned(),
         source,

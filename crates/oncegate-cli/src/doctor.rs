@@ -7,11 +7,11 @@ mod kafka;
 mod postgres;
 #[cfg(feature = "rabbitmq")]
 mod rabbitmq;
+#[cfg(feature = "redis")]
+mod redis;
 mod settings;
 #[cfg(feature = "sqlite")]
 mod sqlite;
-#[cfg(feature = "redis")]
-mod store;
 
 use clap::Args;
 use oncegate_config::StoreKind;
@@ -106,13 +106,6 @@ impl DoctorFindings {
         );
     }
 
-    /// Whether [`add_refused_settings`](Self::add_refused_settings) was called for this section.
-    #[cfg(any(feature = "kafka", feature = "rabbitmq"))]
-    fn are_settings_refused(&self, section: &str) -> bool {
-        let mut findings = self.0.iter();
-        findings.any(|finding| finding.code == "settings-refused" && finding.at == section)
-    }
-
     /// Replaces the remedy of the last finding with this code, and appends `more` to its problem.
     /// Does nothing if there is none.
     pub(crate) fn amend(&mut self, code: &str, more: Option<String>, remedy: String) {
@@ -180,7 +173,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
     match store {
         Some(StoreKind::Redis) => {
             #[cfg(feature = "redis")]
-            note("Redis", store::check(config, &mut findings).await);
+            note("Redis", redis::check(config, &mut findings).await);
             #[cfg(not(feature = "redis"))]
             note("Redis", Err(CliError::feature_missing("Redis", "redis")));
         }
@@ -204,7 +197,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
         ),
         Some(StoreKind::Memory) => {
             let what = "it is the memory of the consumer process: its markers are lost when that process ends";
-            let remedy = "outside of tests, set store.url to Redis or an SQLite file";
+            let remedy = "outside of tests, set store.url to Redis, PostgreSQL or an SQLite file";
             findings.add(
                 settings::volatile_store_severity(config),
                 "store-volatile",
@@ -224,19 +217,15 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(
     for broker in brokers {
         match broker {
             #[cfg(feature = "kafka")]
-            Broker::Kafka => {
-                let checked = kafka::check(config, &mut findings).await;
-                if !findings.are_settings_refused("[kafka]") {
-                    note("Kafka", checked);
-                }
-            }
+            Broker::Kafka => match kafka::check_settings(config) {
+                Ok(()) => note("Kafka", kafka::check(config, &mut findings).await),
+                Err(error) => findings.add_refused_settings("[kafka]", &error),
+            },
             #[cfg(feature = "rabbitmq")]
-            Broker::Rabbitmq => {
-                let checked = rabbitmq::check(config, &mut findings).await;
-                if !findings.are_settings_refused("[rabbitmq]") {
-                    note("RabbitMQ", checked);
-                }
-            }
+            Broker::Rabbitmq => match config.check_source(oncegate_config::Broker::RabbitMq) {
+                Ok(()) => note("RabbitMQ", rabbitmq::check(config, &mut findings).await),
+                Err(error) => findings.add_refused_settings("[rabbitmq]", &error),
+            },
             #[allow(unreachable_patterns)]
             broker => note(broker.name(), Err(broker.missing_feature_error())),
         }

@@ -1,4 +1,5 @@
-//! `oncegate`: the command-line tool for operators.
+//! `oncegate`: the command-line tool for operators. Terms such as marker, lapsed and redrive:
+//! `docs/src/promises.md` and `docs/src/cli.md`.
 #![forbid(unsafe_code)]
 // Some items are unused in builds without a broker or a store.
 #![cfg_attr(

@@ -241,7 +241,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     time(
         "gate.drain-timeout",
-        "the maximum duration of a drain; 30s by default",
+        "how long handlers may continue to run after the consumer begins to stop; 30s by default",
     ),
     choice(
         "gate.order",

@@ -9,13 +9,13 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::failure::{self, StatementStage};
 
-/// Two for the two concurrent batches of the consumer, and one for an operator's request, a lookup
-/// of the inbox, or the deletion of expired markers.
+/// Two for the batches that a consumer may apply at the same time, and one for the rest: the
+/// deletion of expired rows, or an operator's request.
 const MAX_CONNECTIONS: usize = 3;
 
-/// The settings of each session. The planner's estimates for arrays, and the statistics of a table
-/// that grows quickly, are wrong by orders of magnitude: without these settings it may read the
-/// whole table for each batch.
+/// The settings of each session. A batch passes its keys as an array, whose length the planner does
+/// not know, and the statistics of a table that grows quickly are outdated: without these settings
+/// the planner may read the whole table for each batch.
 ///
 /// `synchronous_commit` is set for the session, so that an answered operation survives a crash also
 /// if the server's setting is changed to `off` later.
@@ -137,6 +137,7 @@ impl PostgresConnections {
         };
         let ended = tokio::time::timeout(timeout, run).await;
         ended.unwrap_or_else(|_| {
+            self.close_idle();
             let text = self.no_answer(timeout);
             Err(match stage {
                 StatementStage::Connecting => StoreFailure::not_applied(text),

@@ -7,7 +7,7 @@ use sqlx::postgres::{PgDatabaseError, PgSeverity};
 /// When an error occurred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StatementStage {
-    /// Before a statement was sent.
+    /// Before a statement was sent, or while one was executed that changes nothing.
     Connecting,
     /// While a statement was executed that commits if it succeeds.
     Executing,

@@ -1,4 +1,4 @@
-//! The inbox: records of messages in the transactions of their handlers.
+//! The inbox: a transaction of a handler inserts the records (done markers) of its messages.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;

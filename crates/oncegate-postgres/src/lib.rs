@@ -5,6 +5,7 @@
 //! on each.
 //!
 //! A batch of claims of new ids and of completions is one statement: one round trip and one commit.
+//! Terms such as claim and marker: <https://github.com/oncegate/oncegate/blob/main/docs/src/promises.md#terms>.
 #![forbid(unsafe_code)]
 
 mod apply;

@@ -1,4 +1,5 @@
-//! The outbox: messages that transactions send, and the session of the relay that publishes them.
+//! The outbox: messages that transactions send, and the session of the leader, the relay that
+//! publishes them. A row is parked, which means not published, while its column `error` is set.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -40,9 +41,9 @@ fn insert_statement(table: &str) -> AssertSqlSafe<String> {
 }
 
 /// The settings of the leader's session. The server ends the session, and with it the lock, within
-/// 20 s after the machine of the leader failed. By then the leader, which has had no answer, begins
-/// no further message. A commit waits for no standby: a change that a failover loses
-/// only repeats a message with its id, and a missing standby would block the leader for ever.
+/// 20 s after the machine of the leader failed or was cut off; by then a leader that was cut off
+/// begins no further message. A commit waits for no standby: a change that a failover loses only
+/// repeats a message with its id, and a missing standby would block the leader for ever.
 const SESSION: &str = "SET synchronous_commit = local; SET statement_timeout = 30000; SET idle_session_timeout = 0; SET enable_seqscan = off; SET jit = off;
     SET default_transaction_isolation = 'read committed';
     SET tcp_keepalives_idle = 5; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3; SET tcp_user_timeout = 20000";
@@ -470,7 +471,8 @@ const LIST: &str = "
 SELECT number, id, exchange, destination, floor(extract(epoch FROM created) * 1000)::int8, octet_length(body)::int8, error
 FROM oncegate_outbox WHERE true";
 
-/// Which messages of the outbox a command is for. The default is all parked ones.
+/// Which messages of the outbox a command is for. The default is all parked ones: the relay does not
+/// publish a row that has an error.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OutboxFilter {
     /// Also messages that are not parked.

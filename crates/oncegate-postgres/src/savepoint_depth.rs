@@ -1,8 +1,8 @@
 //! Finds savepoints that a handler has left open.
 //!
 //! sqlx counts open transactions and savepoints, and `commit` ends the innermost one: with a savepoint
-//! that was forgotten, it would release the savepoint and report success. The count is not part of
-//! sqlx, but of sqlx-core.
+//! that was forgotten, it would release the savepoint and report success. sqlx does not export the
+//! trait that has the count, sqlx-core does.
 
 use sqlx::postgres::{PgConnection, PgTransactionManager};
 use sqlx_core::transaction::TransactionManager;

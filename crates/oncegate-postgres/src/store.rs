@@ -10,12 +10,12 @@ use oncegate_core::internal::{Problem, StoreFailure};
 use oncegate_core::marker::{Guarantee, Operation, Verdict};
 use oncegate_core::store::APPLY_TIMEOUT;
 use oncegate_core::{Persistence, Store, StoreError};
-use sqlx::postgres::PgConnectOptions;
+use sqlx::postgres::{PgConnectOptions, PgConnection};
 use sqlx::{ConnectOptions, PgPool};
 
 use crate::apply::{self, Progress};
 use crate::connections::PostgresConnections;
-use crate::failure::{self, StatementStage};
+use crate::failure::StatementStage;
 use crate::preflight::PostgresState;
 use crate::schema::SchemaVersion;
 use crate::sweep::Sweep;
@@ -219,32 +219,12 @@ impl Postgres {
     /// Applies operations within the timeout. Returns the failure of those without an answer in
     /// `progress`, if any.
     async fn run(&self, operations: &[Operation], progress: &mut Progress) -> Option<StoreFailure> {
-        let run = async {
-            let mut taken = self.connections.take().await?;
-            match apply::run(&mut taken.connection, operations, progress).await {
-                Ok(()) => {
-                    taken.put_back();
-                    Ok(())
-                }
-                Err(error) => {
-                    self.connections.close_idle();
-                    Err(failure::of(
-                        error,
-                        StatementStage::Executing,
-                        &self.connections.server(),
-                    ))
-                }
-            }
+        let apply = async |connection: &mut PgConnection| {
+            apply::run(connection, operations, progress).await
         };
-        match tokio::time::timeout(self.timeout, run).await {
-            Ok(ended) => ended.err(),
-            Err(_) => {
-                self.connections.close_idle();
-                Some(StoreFailure::unknown(
-                    self.connections.no_answer(self.timeout),
-                ))
-            }
-        }
+        let (timeout, stage) = (self.timeout, StatementStage::Executing);
+        let applied = self.connections.request(timeout, stage, apply);
+        applied.await.err()
     }
 }
 

@@ -1,4 +1,4 @@
-//! Connections to Redis servers, through the crate `redis`.
+//! Connections to Redis servers, through the driver, the crate `redis`.
 
 pub(crate) mod connection;
 mod frozen_server;

@@ -294,10 +294,7 @@ impl Cluster {
                     "Redis::cluster: the server is not in cluster mode; use Redis::at for a single server",
                 ))
             }
-            Some(Value::ServerError(error)) => Err(crate::failure::from_server_error(
-                error.code(),
-                error.details().unwrap_or_default(),
-            )),
+            Some(Value::ServerError(error)) => Err(crate::failure::of_reply(&error)),
             _ => Err(reply::wrong_type("CLUSTER SLOTS")),
         }
     }

@@ -1,4 +1,4 @@
-//! How many servers must have a claim before it is granted.
+//! [`Durability`], and the check of the reply to `WAIT`.
 
 use std::time::Duration;
 
@@ -51,11 +51,7 @@ pub(crate) fn check_replicas(count: u32, reply: &Value) -> Result<(), StoreFailu
             "{acknowledged} of the {count} required replicas acknowledged the write in time; check that they are connected"
         ))),
         // The writes before it may have been applied.
-        Value::ServerError(error) => Err(crate::failure::from_server_error(
-            error.code(),
-            error.details().unwrap_or_default(),
-        )
-        .possibly_applied()),
+        Value::ServerError(error) => Err(crate::failure::of_reply(error).possibly_applied()),
         _ => Err(reply::wrong_type("WAIT")),
     }
 }

@@ -21,6 +21,11 @@ pub(crate) fn migrating_slot(code: &str, detail: &str) -> Option<u16> {
         .ok()
 }
 
+/// The meaning of an error reply.
+pub(crate) fn of_reply(error: &redis::ServerError) -> StoreFailure {
+    from_server_error(error.code(), error.details().unwrap_or_default())
+}
+
 /// The meaning of an error reply; its code is the first word of the reply.
 pub(crate) fn from_server_error(code: &str, detail: &str) -> StoreFailure {
     let reply = format!("Redis replied {code} {detail}");

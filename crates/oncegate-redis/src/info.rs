@@ -33,10 +33,7 @@ impl InfoReply {
         match reply {
             Value::BulkString(info) => Ok(Self(String::from_utf8_lossy(&info).into_owned())),
             Value::VerbatimString { text, .. } => Ok(Self(text)),
-            Value::ServerError(error) => Err(crate::failure::from_server_error(
-                error.code(),
-                error.details().unwrap_or_default(),
-            )),
+            Value::ServerError(error) => Err(crate::failure::of_reply(&error)),
             _ => Err(reply::wrong_type("INFO")),
         }
     }

@@ -4,6 +4,8 @@
 //! A claim is one `SET … NX GET PX`. The completions of many ids are one script call in the same
 //! pipeline, or one `SET … IFEQ` each where the server has that option. The script implements
 //! [`oncegate_core::marker::apply`] and uses the server's clock.
+//!
+//! Terms such as claim and marker: <https://github.com/oncegate/oncegate/blob/main/docs/src/promises.md#terms>.
 #![forbid(unsafe_code)]
 
 mod anomaly;

@@ -81,10 +81,7 @@ pub(crate) fn wrong_type(command: &str) -> StoreFailure {
 /// The reply, or its failure if it is an error or missing.
 pub(crate) fn success(reply: Option<Value>) -> Result<Value, StoreFailure> {
     match reply {
-        Some(Value::ServerError(error)) => Err(crate::failure::from_server_error(
-            error.code(),
-            error.details().unwrap_or_default(),
-        )),
+        Some(Value::ServerError(error)) => Err(crate::failure::of_reply(&error)),
         Some(reply) => Ok(reply),
         None => Err(StoreFailure::unknown("no reply from Redis")),
     }

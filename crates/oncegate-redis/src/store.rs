@@ -8,7 +8,6 @@ use std::time::Duration;
 use async_trait::async_trait;
 use oncegate_core::marker::{Guarantee, Marker, Operation, OperationKind, Verdict};
 use oncegate_core::{Key, Persistence, Store, StoreError};
-use redis::Value;
 
 use crate::client::connection::{Endpoint, Timeouts};
 use crate::client::sentinel::Sentinels;
@@ -19,7 +18,7 @@ use crate::failure::Problem;
 use crate::loss_detector::LossDetector;
 use crate::preflight::PreflightRequest;
 use crate::router::{Deployment, Router};
-use crate::{batch, browse, persistence, preflight, record, reply};
+use crate::{batch, persistence, preflight};
 
 /// The default timeout of a reply.
 const REPLY_TIMEOUT: Duration = Duration::from_millis(500);
@@ -323,16 +322,7 @@ impl Redis {
     /// [`StoreError::UnreadableMarker`] if the key holds no marker, or one of a newer release;
     /// otherwise as for [`Store::apply`].
     pub async fn read_marker(&self, key: &Key) -> Result<Marker, StoreError> {
-        let key = [&self.prefix, key.as_bytes()].concat();
-        let connections = self.router.owner(&key).await?;
-        let mut replies = browse::send(&connections, &[redis::cmd("GET").arg(key).to_owned()])
-            .await
-            .inspect_err(|_| self.router.invalidate())?;
-        match reply::success(replies.pop())? {
-            Value::Nil => Ok(Marker::Absent),
-            Value::BulkString(raw) => Ok(record::decode(&raw).map_err(crate::failure::unreadable)?),
-            _ => Err(reply::wrong_type("GET").into()),
-        }
+        Ok(self.read_marker_with_expiry(key).await?.marker)
     }
 }
 

@@ -125,9 +125,7 @@ impl Sqlite {
     /// [`StoreError::UnreadableMarker`] if the row holds no marker that this release can read;
     /// otherwise as for [`Store::apply`].
     pub async fn read_marker(&self, key: &Key) -> Result<Marker, StoreError> {
-        Ok(self
-            .request(|reply| WriterRequest::ReadMarker(key.clone(), reply))
-            .await??)
+        Ok(self.read_marker_with_expiry(key).await?.0)
     }
 
     /// Whether this file or directory is on a file system in memory; at most once does not start

@@ -120,13 +120,13 @@ impl BrokerClient {
     /// # Errors
     /// The broker does not reply.
     pub async fn rejected_messages(&self) -> Result<Vec<RejectedMessage>, Error> {
-        let mut rejected_in = Vec::new();
+        let mut rejected = Vec::new();
         for (suffix, place) in DESTINATION_SUFFIXES {
-            rejected_in.extend(match self {
+            rejected.extend(match self {
                 Self::Kafka(client) => client.rejected_in(suffix, place).await?,
                 Self::Rabbit(client) => client.rejected_in(suffix, place).await?,
             });
         }
-        Ok(rejected_in)
+        Ok(rejected)
     }
 }

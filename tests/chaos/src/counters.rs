@@ -185,7 +185,7 @@ impl Recorder for All {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::secrets::{Secret, canary, find};
+    use crate::secrets::{Secret, find, random_password};
 
     #[test]
     fn counters_with_equal_name_and_labels_are_one() {
@@ -206,8 +206,10 @@ mod tests {
     #[test]
     fn a_secret_in_a_metric_of_any_kind_is_found() {
         let (all, folder) = (All::new().unwrap(), tempfile::tempdir().unwrap());
-        let secrets = ["counter", "gauge", "histogram", "name", "help"]
-            .map(|of| Secret { of, text: canary() });
+        let secrets = ["counter", "gauge", "histogram", "name", "help"].map(|of| Secret {
+            of,
+            text: random_password(),
+        });
         let [counter, gauge, histogram, name, help] = &secrets;
         metrics::with_local_recorder(&all, || {
             metrics::describe_gauge!("rate", format!("of {}", help.text));

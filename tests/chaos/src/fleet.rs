@@ -235,11 +235,7 @@ impl Fleet {
     }
 
     fn record_end(&self, name: &str, after: SentSignal, status: ExitStatus, took: Duration) {
-        let status = match (status.code(), status.signal()) {
-            (Some(code), _) => format!("exit {code}"),
-            (None, Some(signal)) => format!("signal {signal}"),
-            (None, None) => status.to_string(),
-        };
+        let status = status_text(status);
         let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
         self.log.write(What::ProcessEnded {
             consumer: name.to_owned(),
@@ -276,6 +272,15 @@ impl Drop for WorkerProcess {
         // Fails if it has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// The exit status as text.
+pub(crate) fn status_text(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit {code}"),
+        (None, Some(signal)) => format!("signal {signal}"),
+        (None, None) => status.to_string(),
     }
 }
 

@@ -3,7 +3,8 @@
 //! A run publishes messages, injects faults, waits until all messages are settled, and then checks
 //! the effects. A separate process, the sink, counts effects, so a killed consumer can neither lose
 //! nor forge one. All events are in a [`ledger`]; [`check`] reads only the ledger and reports each
-//! violated invariant with the history of the id.
+//! violated invariant with the history of the id. Terms such as claim and marker:
+//! `docs/src/promises.md`.
 #![forbid(unsafe_code)]
 
 pub mod broker_client;

@@ -33,7 +33,7 @@ struct Mutant {
     must_violate: Invariant,
 }
 
-const SCENARIOS: [(&str, &str, RunScenario); 10] = [
+const SCENARIOS: [(&str, &str, RunScenario); 11] = [
     (
         "crash-beside-copies",
         "three crashes before the handler, while copies arrive",
@@ -84,13 +84,12 @@ const SCENARIOS: [(&str, &str, RunScenario); 10] = [
         "a crash after the effect, and a redelivery after the window",
         scenarios::longer_than_the_window,
     ),
+    (
+        "another-channel",
+        "connections close while handlers run, then a kill",
+        scenarios::another_channel,
+    ),
 ];
-/// The scenario that needs a proxy.
-const ANOTHER_CHANNEL: (&str, &str, RunScenario) = (
-    "another-channel",
-    "connections close while handlers run, then a kill",
-    scenarios::another_channel,
-);
 
 const fn mutant(
     name: &'static str,
@@ -233,11 +232,11 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<MutantRes
         .iter()
         .filter(|it| it.name.starts_with(wanted))
         .collect();
-    let scenarios = || SCENARIOS.iter().chain([&ANOTHER_CHANNEL]);
     let of_mutants = mutants
         .iter()
         .map(|mutant| (mutant.scenario, Some(*mutant)));
-    let of_scenarios = scenarios()
+    let of_scenarios = SCENARIOS
+        .iter()
         .filter(|scenario| mutants.iter().any(|it| it.scenario == scenario.0))
         .map(|scenario| (scenario.0, None));
     let due = Lock::new(
@@ -256,7 +255,8 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<MutantRes
                     let Some((name, mutant)) = due.lock().pop_front() else {
                         return;
                     };
-                    let Some((_, _, run)) = scenarios().find(|scenario| scenario.0 == name) else {
+                    let Some((_, _, run)) = SCENARIOS.iter().find(|scenario| scenario.0 == name)
+                    else {
                         return;
                     };
                     run_scenario(&caught, name, mutant, |environment, tried| {
@@ -418,7 +418,6 @@ impl MutantResults {
             } = outcome;
             let scenario = SCENARIOS
                 .iter()
-                .chain([&ANOTHER_CHANNEL])
                 .find(|it| it.0 == scenario)
                 .map_or(scenario.as_str(), |it| it.1);
             let by = if by.is_empty() {
@@ -480,7 +479,6 @@ mod tests {
             assert!(
                 SCENARIOS
                     .iter()
-                    .chain([&ANOTHER_CHANNEL])
                     .any(|scenario| scenario.0 == mutant.scenario),
                 "{}",
                 mutant.scenario

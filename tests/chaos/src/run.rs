@@ -29,8 +29,8 @@ use crate::{Error, Stopping, markers, secrets};
 
 /// The drain timeout of a consumer.
 const DRAIN: Duration = Duration::from_secs(10);
-/// The maximum number of messages in flight in a consumer. After a crash another consumer runs this
-/// many suspected messages one by one.
+/// The maximum number of messages in flight in a consumer. After several crashes another consumer
+/// runs this many messages in groups, because one of them may be the cause.
 const IN_FLIGHT: u32 = 64;
 /// How long a handler may continue after it lost its lease.
 const GRACE: Duration = Duration::from_millis(500);
@@ -618,7 +618,7 @@ fn arguments(
 }
 
 /// The size of the ledger in bytes, without the samples, which grow all the time.
-fn written(folder: &Path) -> Result<u64, Error> {
+pub(crate) fn written(folder: &Path) -> Result<u64, Error> {
     let mut size = 0;
     for entry in std::fs::read_dir(folder)? {
         let entry = entry?;

@@ -172,12 +172,11 @@ impl<'a> ScenarioRunner<'a> {
         })
     }
 
-    /// Plays what was wished with one seed after the other, until the time is over; a run that has
-    /// begun is injected to its end. What is kept are the reports, and all of runs that were not
-    /// right.
+    /// Repeats the scenario with increasing seeds until the time is over, and completes the last
+    /// run. Keeps the reports, and all files of runs that did not pass.
     ///
     /// # Errors
-    /// If a run could not be injected.
+    /// Several runs in succession could not be completed.
     pub fn soak(&mut self, options: &ScenarioOptions, time: Duration) -> Result<Report, Error> {
         let (until, mut sum, mut options) = (Instant::now() + time, None, options.clone());
         let mut failed_runs = 0;
@@ -225,7 +224,7 @@ impl<'a> ScenarioRunner<'a> {
     /// under four minutes.
     ///
     /// # Errors
-    /// If a run could not be injected, or the control could not be seen to lose.
+    /// A run could not be completed, or the control lost no message.
     pub fn smoke(&self, seed: u64) -> Result<Report, Error> {
         use FaultKind::*;
         let on_kafka = [

@@ -16,7 +16,7 @@ pub struct Secret {
 }
 
 /// A random password of letters and digits.
-pub fn canary() -> String {
+pub fn random_password() -> String {
     let mut random = fastrand::Rng::new();
     format!("Canary{:016x}", random.u64(..))
 }
@@ -79,7 +79,10 @@ mod tests {
     #[test]
     fn a_password_is_found_in_any_file() {
         let folder = tempfile::tempdir().unwrap();
-        let secret = |of| Secret { of, text: canary() };
+        let secret = |of| Secret {
+            of,
+            text: random_password(),
+        };
         let secrets = [secret("Redis"), secret("RabbitMQ")];
         std::fs::write(
             folder.path().join("c0.1.log"),

@@ -22,7 +22,7 @@ use crate::broker_client;
 use crate::fleet::{FaultLog, Fleet};
 use crate::ledger::{Log, What};
 use crate::schedule::{FaultKind, Planned};
-use crate::secrets::{Secret, canary};
+use crate::secrets::{Secret, random_password};
 use crate::worker::Broker;
 use store::RunStore;
 
@@ -61,10 +61,10 @@ impl TestServers {
     pub fn start(broker: Broker) -> Result<Self, Error> {
         let redis = Secret {
             of: "Redis",
-            text: canary(),
+            text: random_password(),
         };
         let store = RunStore::one(&redis.text)?;
-        let text = canary();
+        let text = random_password();
         let (broker, of) = match broker {
             Broker::Kafka => {
                 let server = KafkaServer::start_secured(KafkaUser {
@@ -116,7 +116,7 @@ impl TestServers {
         let [_, of_the_broker] = &self.secrets;
         let redis = Secret {
             of: "Redis",
-            text: canary(),
+            text: random_password(),
         };
         let store = RunStore::three(&redis.text)?;
         Ok(Self {
@@ -541,7 +541,8 @@ pub fn commit() -> &'static str {
     })
 }
 
-fn kafka_version() -> Option<String> {
+/// The version of the Kafka that tests start.
+pub(crate) fn kafka_version() -> Option<String> {
     let libraries = fetch_kafka().ok()?;
     Some(
         libraries

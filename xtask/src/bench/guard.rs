@@ -103,17 +103,10 @@ fn cost_per_message(program: &Path, handlers: &str) -> Result<Cost, Error> {
 /// The flag needs a separate target directory; otherwise cargo would rebuild the whole workspace.
 fn build() -> Result<PathBuf, Error> {
     let directory = setup::target_directory().join("instructions");
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let mut cargo = setup::cargo();
     cargo
-        .args([
-            "build",
-            "--quiet",
-            "--release",
-            "--package",
-            "oncegate-bench-instructions",
-        ])
-        .current_dir(setup::root());
-    cargo
+        .args(["build", "--quiet", "--release"])
+        .args(["--package", "oncegate-bench-instructions"])
         .env("CARGO_TARGET_DIR", &directory)
         .env("RUSTFLAGS", "--cfg=rustix_use_libc");
     cargo.env("CARGO_PROFILE_RELEASE_DEBUG", "line-tables-only");

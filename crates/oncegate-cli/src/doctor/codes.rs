@@ -20,7 +20,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ),
     (
         "scope-not-configured",
-        "no scope and no prefix: two services on the same Redis would skip each other's messages",
+        "no scope and no prefix: two services on the same store would skip each other's messages",
     ),
     (
         "audit-directory-missing",

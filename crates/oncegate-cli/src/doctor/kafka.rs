@@ -44,16 +44,22 @@ impl TopicSettings {
     }
 }
 
-pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
-    if let Err(error) = config.check_source(oncegate_config::Broker::Kafka) {
-        // Only a consumer needs kafka.group: the commands of this tool also work without it.
-        let is_refused =
-            config.has("kafka.group") || !error.to_string().starts_with("kafka.group:");
-        if is_refused {
-            findings.add_refused_settings("[kafka]", &error);
-            return Ok(());
-        }
+/// Checks the settings as a consumer does, but for a missing `kafka.group`: the commands of this
+/// tool also work without it.
+///
+/// # Errors
+/// A consumer does not start with these settings.
+pub(super) fn check_settings(config: &Config) -> Result<(), oncegate_config::Error> {
+    let mut kafka = config.kafka()?;
+    if !config.has("kafka.group") {
+        kafka = kafka.group("oncegate-cli");
     }
+    let checked = kafka.check_settings();
+    checked
+        .map_err(|error| oncegate_config::Error::of_source(oncegate_config::Broker::Kafka, error))
+}
+
+pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     let name = kafka::topic(config)?;
     let destinations = [
         (

@@ -19,10 +19,6 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
-    if let Err(error) = config.check_source(oncegate_config::Broker::RabbitMq) {
-        findings.add_refused_settings("[rabbitmq]", &error);
-        return Ok(());
-    }
     let shown = config
         .text("rabbitmq.url")
         .map(crate::show_config::without_password)

@@ -87,8 +87,8 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
             Severity::Advice,
             "scope-not-configured",
             "store.scope",
-            "two services on one Redis without a scope or a prefix of their own skip each other's messages",
-            "if another service may share this Redis, give each a scope: `.scope(\"ledger\")` in the consumer, store.scope here",
+            "two services on one store without a scope, or on Redis a prefix, of their own skip each other's messages",
+            "if another service may share this store, give each a scope: `.scope(\"ledger\")` in the consumer, store.scope here",
         );
     }
     if let Some(directory) = config

@@ -163,7 +163,7 @@ impl Sqlite {
         key: &Key,
     ) -> Result<(Marker, Option<Duration>), StoreError> {
         Ok(self
-            .request(|reply| WriterRequest::ReadMarkerWithExpiry(key.clone(), reply))
+            .request(|reply| WriterRequest::ReadMarker(key.clone(), reply))
             .await??)
     }
 

@@ -49,7 +49,8 @@ pub(crate) struct ClockReading {
     pub(crate) lease_start_floor: i64,
     /// A marker whose expiry is at most this time is absent.
     pub(crate) expired_until: i64,
-    /// The same for unresolved at-most-once markers, whose expiry does not depend on the window.
+    /// The same for at-most-once markers that are in progress or in doubt (unresolved), whose expiry
+    /// does not depend on the window.
     pub(crate) unresolved_expired_until: i64,
 }
 

@@ -1,4 +1,4 @@
-//! [`SqliteInbox`]: records of messages in the transactions of their handlers.
+//! [`SqliteInbox`]: a transaction of a handler inserts the records (done markers) of its messages.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

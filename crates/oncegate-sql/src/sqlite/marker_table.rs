@@ -268,17 +268,6 @@ impl<'transaction> MarkerTable<'transaction> {
         }
     }
 
-    /// Reads the marker of a key.
-    pub(crate) fn read_marker(
-        &mut self,
-        key: &Key,
-    ) -> rusqlite::Result<Result<Marker, StoreFailure>> {
-        Ok(self
-            .read(key)?
-            .map(|found| found.marker)
-            .map_err(|UnreadableRow| unreadable(key.as_str())))
-    }
-
     fn read(&mut self, key: &Key) -> rusqlite::Result<Result<StoredMarker, UnreadableRow>> {
         let now = self.now;
         let read = |row: &Row<'_>| Ok(read(row, now));

@@ -410,7 +410,7 @@ mod tests {
                 let reader = &mut writers[below(&mut seed, 3) as usize];
                 for (key, marker) in &model {
                     assert_eq!(
-                        reader.read_marker(key).expect("a marker"),
+                        reader.read_marker(key).expect("a marker").0,
                         *marker,
                         "seed {first}, step {step}: {key:?}"
                     );

@@ -6,9 +6,9 @@ use super::clock::ClockReading;
 use super::metric::MARKERS_EXPIRED;
 
 /// A cursor that cycles through the keys of `oncegate_merged_markers`, so that no index on the expiry is
-/// needed, which each write would have to update. A transaction scans as many rows as it has
-/// operations. An id takes at least two operations, so during one cycle at most half as many new
-/// ids arrive as there are rows.
+/// needed, which each write would have to update. A transaction of the store scans as many rows as
+/// it has operations. An id takes at least two operations, so during one cycle at most half as many
+/// new ids arrive as there are rows.
 #[derive(Debug, Default)]
 pub(crate) struct ExpirySweep {
     /// The last key of the previous range.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use oncegate_core::inbox::BatchTransaction;
 use oncegate_core::internal::fault;
-use oncegate_core::marker::{Marker, Operation, Verdict};
+use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::{Key, Persistence};
 use rusqlite::{Connection, Transaction};
 use tokio::sync::oneshot;
@@ -47,10 +47,8 @@ pub(crate) enum WriterRequest {
     ),
     /// Begins a transaction of an inbox, and executes it until it has ended.
     Begin(BeginRequest),
-    /// Reads the marker of a key.
-    ReadMarker(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
     /// Reads the marker of a key and its expiry.
-    ReadMarkerWithExpiry(
+    ReadMarker(
         Key,
         oneshot::Sender<Result<MarkerAndTimeLeft, StoreFailure>>,
     ),
@@ -73,7 +71,6 @@ impl WriterRequest {
             Self::LookUp(_, reply) => reply.is_closed(),
             Self::Begin(request) => request.reply.is_closed(),
             Self::ReadMarker(_, reply) => reply.is_closed(),
-            Self::ReadMarkerWithExpiry(_, reply) => reply.is_closed(),
             Self::ReadPage(.., reply) => reply.is_closed(),
             Self::Persistence(reply) => reply.is_closed(),
         }
@@ -157,14 +154,6 @@ impl WriterThread {
                     }
                 }
                 WriterRequest::ReadMarker(key, reply) => drop(reply.send(self.read_marker(&key))),
-                WriterRequest::ReadMarkerWithExpiry(key, reply) => drop(
-                    reply.send(
-                        self.read(|file, recent, now| {
-                            browse::marker_with_expiry(file, recent, now, &key)
-                        })
-                        .and_then(|found| found),
-                    ),
-                ),
                 WriterRequest::ReadPage(after, limit, reply) => {
                     drop(reply.send(self.page(&after, limit)))
                 }
@@ -292,8 +281,8 @@ impl WriterThread {
         state
     }
 
-    pub(crate) fn read_marker(&mut self, key: &Key) -> Result<Marker, StoreFailure> {
-        self.read(|file, recent, now| MarkerTable::new(file, recent, now)?.read_marker(key))?
+    pub(crate) fn read_marker(&mut self, key: &Key) -> Result<MarkerAndTimeLeft, StoreFailure> {
+        self.read(|file, recent, now| browse::marker_with_expiry(file, recent, now, key))?
     }
 
     /// At most `limit` rows after a key.
@@ -513,7 +502,7 @@ mod tests {
                 .blocking_recv()
                 .expect("the thread answers")
                 .expect("a marker"),
-            Marker::Absent
+            (Marker::Absent, None)
         );
         let file = rusqlite::Connection::open(directory.path().join("markers.db"))
             .expect("the database opens");
@@ -640,7 +629,10 @@ mod tests {
             idle.open().expect("the file exists");
             idle.idle();
             assert_eq!(
-                (idle.read_marker(&key(&done[0])).expect("a marker"), left()),
+                (
+                    idle.read_marker(&key(&done[0])).expect("a marker").0,
+                    left()
+                ),
                 (Marker::Done(None), 4),
                 "{id}: a reader"
             );
@@ -672,7 +664,7 @@ mod tests {
                 }],
                 "{id}"
             );
-            let marker = brief.read_marker(&key(&unresolved(id))).expect("a marker");
+            let (marker, _) = brief.read_marker(&key(&unresolved(id))).expect("a marker");
             assert!(
                 matches!(marker, Marker::InProgress(hold) if hold.token == Token(1)),
                 "{id}: {marker:?}"

@@ -246,7 +246,7 @@ impl KafkaClient {
             let mut all = TopicPartitionList::new();
             all.add_partition_offset(&topic, 0, Offset::Offset(low))?;
             consumer.assign(&all)?;
-            let (mut rejected_in, mut next, until) =
+            let (mut rejected, mut next, until) =
                 (Vec::new(), low, Instant::now() + REQUEST_TIMEOUT);
             while next < high {
                 if Instant::now() > until {
@@ -273,9 +273,9 @@ impl KafkaClient {
                     header(ID_HEADER).unwrap_or_default(),
                     header(headers::REASON).unwrap_or_default(),
                 );
-                rejected_in.push(RejectedMessage { id, place, reason });
+                rejected.push(RejectedMessage { id, place, reason });
             }
-            Ok(rejected_in)
+            Ok(rejected)
         })
         .await
     }

@@ -192,7 +192,7 @@ impl RabbitClient {
         place: RejectedTo,
     ) -> Result<Vec<RejectedMessage>, Error> {
         let (connection, channel) = connect(&self.url).await?;
-        let (name, mut rejected_in) = (format!("{}{suffix}", self.queue), Vec::new());
+        let (name, mut rejected) = (format!("{}{suffix}", self.queue), Vec::new());
         // Unacknowledged messages return to the queue when the connection closes.
         while let Some(message) = channel
             .basic_get(name.as_str().into(), BasicGetOptions::default())
@@ -210,14 +210,14 @@ impl RabbitClient {
                 }
                 other => other.map(|other| format!("{other:?}")).unwrap_or_default(),
             };
-            rejected_in.push(RejectedMessage {
+            rejected.push(RejectedMessage {
                 id: header(ID_HEADER),
                 place,
                 reason: header(headers::REASON),
             });
         }
         connection.close(200, "OK".into()).await?;
-        Ok(rejected_in)
+        Ok(rejected)
     }
 }
 

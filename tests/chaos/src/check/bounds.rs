@@ -94,8 +94,8 @@ fn concurrent_handlers(finder: &mut Finder<'_>) {
     }
 }
 
-/// A message that was claimed before may wait, for example while a suspected message runs alone,
-/// but not longer than its lease unless the lease is renewed.
+/// A message that was claimed before may wait, for example while one that may have crashed a process
+/// runs alone, but not longer than its lease unless the lease is renewed.
 fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: LeaseRenewals) {
     let (ledger, windows, lease) = (finder.ledger, finder.windows, micros(finder.rules.lease));
     for record in ledger.between(from + START_TOLERANCE, to.saturating_sub(END_TOLERANCE)) {

@@ -48,7 +48,8 @@ pub(super) fn check(finder: &mut Finder<'_>) {
             What::Marker { id, .. } if completion_lost(finder, id) => {
                 finder.checked.counts.completions_lost += 1
             }
-            // The message is in the in-doubt queue; no consumer reconciles it.
+            // `v1 r`: in doubt and being reconciled, `v1 p`: in progress (the format of Redis). The
+            // message is in the in-doubt queue; no consumer reconciles it.
             What::Marker { id, record }
                 if record.starts_with("v1 r ") && is_in_doubt(finder, id) => {}
             What::Marker { id, record }

@@ -254,16 +254,14 @@ impl Windows {
                     .all
                     .iter()
                     .filter(|window| window.kind != STALL && window.from <= at);
-                let ended_faults = |window: &&Window| {
+                let end = |window: &&Window| {
                     if window.kind == ABORT {
                         window.from
                     } else {
                         window.to
                     }
                 };
-                injected.rfind(|window| {
-                    ended_faults(window).saturating_add(micros(rules.aftermath)) >= at
-                })
+                injected.rfind(|window| end(window).saturating_add(micros(rules.aftermath)) >= at)
             };
             times.copied().find_map(shortly_before)
         };
@@ -361,12 +359,12 @@ impl Windows {
             .iter()
             .filter(|window| window.kind != STALL)
             .any(|window| {
-                let ended_faults = if window.kind == ABORT {
+                let end = if window.kind == ABORT {
                     window.from
                 } else {
                     window.to
                 };
-                window.from <= to && ended_faults > from
+                window.from <= to && end > from
             })
     }
 

@@ -14,7 +14,7 @@ pub struct Record {
     /// The same by the wall clock, in milliseconds since 1970.
     #[serde(rename = "w")]
     pub wall: u64,
-    /// The process that wrote it: `harness` (the harness), `sink`, or the name of a consumer.
+    /// The process that wrote it: `harness`, `sink`, or the name of a consumer.
     pub by: String,
     /// The event.
     #[serde(flatten)]
@@ -73,10 +73,10 @@ pub enum What {
         /// Partition and offset, or the delivery tag.
         position: String,
     },
-    /// A source revoked the deliveries of an epoch: the partition was reassigned or the connection
-    /// was lost.
+    /// A source revoked the deliveries of an assignment or a connection: the partition was
+    /// reassigned, or the connection was lost.
     Revoked {
-        /// The epoch, as in positions.
+        /// Its number, which follows the `@` in positions.
         epoch: u64,
     },
     /// The store replied to an operation.
@@ -289,7 +289,7 @@ pub enum SettlementKind {
     Accepted,
     /// Returned for redelivery.
     Released,
-    /// SentSignal to the dead letters or the in-doubt queue.
+    /// Sent to the dead letters or the in-doubt queue.
     Rejected,
 }
 

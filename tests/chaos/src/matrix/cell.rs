@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use super::group::{Combination, ConsumerGroup, GroupMember, status_text};
+use super::group::{Combination, ConsumerGroup, GroupMember};
 use super::servers::MatrixServers;
 use super::step::{CrashStep, Trigger};
 use crate::Error;
 use crate::check::{CheckRules, Checked};
+use crate::fleet::status_text;
 use crate::ledger::{Ledger, StoreOperation, What};
 use crate::message::{OutgoingMessage, Work};
 

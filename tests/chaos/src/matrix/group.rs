@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs::OpenOptions;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::Arc;
@@ -21,10 +21,10 @@ use crate::broker_client::BrokerClient;
 use crate::check::{
     CheckRules, CheckScope, Checked, ClaimDurability, Ordered, TestedGuarantee, check,
 };
-use crate::fleet::SinkProcess;
+use crate::fleet::{SinkProcess, status_text};
 use crate::ledger::{FaultEdge, Ledger, Log, SentSignal, What};
 use crate::message::OutgoingMessage;
-use crate::run::ConsumerMode;
+use crate::run::{ConsumerMode, written};
 use crate::worker::Broker;
 
 /// The lease.
@@ -36,14 +36,14 @@ const IN_FLIGHT: u32 = 16;
 /// How long a handler may continue after it lost its lease.
 pub(crate) const GRACE: Duration = Duration::from_millis(500);
 /// How long after its end a fault may be the cause of an effect: Kafka's session timeout, a lease,
-/// and the time to take over messages one by one.
+/// and the time to take over messages, of which some run alone.
 const AFTERMATH: Duration = Duration::from_secs(10);
 /// The polling interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How long the ledger must not grow until all messages count as settled.
 const QUIET_TIME: Duration = Duration::from_millis(2_000);
 /// How long after its deletion a topic may still accept messages.
-const MADE: Duration = Duration::from_secs(2);
+const DELETION_TIME: Duration = Duration::from_secs(2);
 /// The SQLite file's name.
 const FILE: &str = "markers.db";
 /// The time limit of each wait: an overloaded machine may be ten times as slow.
@@ -342,7 +342,7 @@ impl<'a> ConsumerGroup<'a> {
         self.servers
             .runtime
             .block_on(self.client.recreate_topic())?;
-        std::thread::sleep(MADE);
+        std::thread::sleep(DELETION_TIME);
         Ok(())
     }
 
@@ -474,7 +474,7 @@ impl<'a> ConsumerGroup<'a> {
         Ok(())
     }
 
-    /// Records dead letters, in-doubt messages and markers without a holder.
+    /// Records dead letters, in-doubt messages and markers that remain in progress.
     fn record_remains(&self) -> Result<(), Error> {
         let rejected = self
             .servers
@@ -553,29 +553,4 @@ impl<'a> ConsumerGroup<'a> {
     pub(crate) fn check(&self, rules: &CheckRules) -> Result<Checked, Error> {
         Ok(check(&self.ledger()?, rules))
     }
-}
-
-/// The exit status as text.
-pub(crate) fn status_text(status: ExitStatus) -> String {
-    match (status.code(), status.signal()) {
-        (Some(code), _) => format!("exit {code}"),
-        (None, Some(signal)) => format!("signal {signal}"),
-        (None, None) => status.to_string(),
-    }
-}
-
-/// The size of the ledger in bytes.
-fn written(folder: &Path) -> Result<u64, Error> {
-    let mut size = 0;
-    for entry in std::fs::read_dir(folder)? {
-        let entry = entry?;
-        if entry
-            .path()
-            .extension()
-            .is_some_and(|extension| extension == "jsonl")
-        {
-            size += entry.metadata()?.len();
-        }
-    }
-    Ok(size)
 }

@@ -86,16 +86,7 @@ impl MatrixServers {
             .unwrap_or_else(|_| "unknown".into())
             .trim()
             .to_owned();
-        let kafka = oncegate_testkit::servers::fetch_kafka().ok();
-        let kafka = kafka.and_then(|it| {
-            Some(
-                it.parent()?
-                    .file_name()?
-                    .to_str()?
-                    .strip_prefix("kafka-")?
-                    .to_owned(),
-            )
-        });
+        let kafka = crate::servers::kafka_version();
         let commit = crate::servers::commit().to_owned();
         let named = [
             ("Redis", redis),

@@ -384,7 +384,7 @@ pub(super) fn another_channel(
     group.until(RECORD_TIMEOUT, |ledger| {
         count(ledger, |what| matches!(what, What::Started { .. })) >= 8
     })?;
-    // RunEnd the earlier acknowledgements are written on the channel that will be closed.
+    // Until the earlier acknowledgements are written on the channel that will be closed.
     std::thread::sleep(Duration::from_millis(300));
     proxy.reset();
     group.until(RECORD_TIMEOUT, |ledger| count(ledger, accepted) >= 8)?;
