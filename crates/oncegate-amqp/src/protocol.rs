@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 pub(crate) mod ack_ledger;
+pub(crate) mod broker_version;
 pub(crate) mod channel_deliveries;
 pub(crate) mod close_mode;
 pub(crate) mod confirm_window;

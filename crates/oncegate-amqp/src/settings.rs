@@ -270,6 +270,7 @@ impl RabbitMq {
         connector
             .connect(name)
             .await
+            .map(|(connection, _)| connection)
             .map_err(|error| SourceError::Unavailable(error.into()))
     }
 

@@ -11,6 +11,7 @@ use crate::client::context::SourceContext;
 use crate::client::handshake;
 use crate::client::node::{BrokerNode, BrokerNodes, CONNECTION_TIMEOUT};
 use crate::client::tls::TlsFiles;
+use crate::protocol::broker_version::BrokerVersion;
 
 /// Reply codes of the broker for errors that an operator has to correct.
 pub(crate) mod code {
@@ -76,11 +77,11 @@ pub(crate) fn is_transient_refusal(error: &lapin::Error) -> bool {
 }
 
 /// Connects with the source's settings. The purpose becomes part of the connection's name, which the
-/// management interface shows.
+/// management interface shows. Returns the version of the broker, too, if that is RabbitMQ.
 pub(crate) async fn connect(
     context: &SourceContext,
     purpose: &str,
-) -> Result<Connection, ConnectError> {
+) -> Result<(Connection, Option<BrokerVersion>), ConnectError> {
     context
         .connector
         .connect(&format!("oncegate {} ({purpose})", context.name))
@@ -114,12 +115,16 @@ impl BrokerConnector {
         Ok(Self { nodes, tls })
     }
 
-    /// Connects to the current node; if it cannot be reached, tries each of the others once.
-    pub(crate) async fn connect(&self, name: &str) -> Result<Connection, ConnectError> {
+    /// Connects to the current node; if it cannot be reached, tries each of the others once. Returns
+    /// the version of the broker, too, if that is RabbitMQ.
+    pub(crate) async fn connect(
+        &self,
+        name: &str,
+    ) -> Result<(Connection, Option<BrokerVersion>), ConnectError> {
         let mut tried = 1;
         loop {
             let error = match self.connect_to(self.nodes.current(), name).await {
-                Ok(connection) => return Ok(connection),
+                Ok(connected) => return Ok(connected),
                 Err(error) => error,
             };
             self.nodes.advance();
@@ -140,7 +145,11 @@ impl BrokerConnector {
     }
 
     /// Connects within the URL's `connection_timeout`, which covers the whole handshake.
-    async fn connect_to(&self, node: &BrokerNode, name: &str) -> Result<Connection, ConnectError> {
+    async fn connect_to(
+        &self,
+        node: &BrokerNode,
+        name: &str,
+    ) -> Result<(Connection, Option<BrokerVersion>), ConnectError> {
         let properties = ConnectionProperties::default().with_connection_name(name.into());
         let timeout = node.uri.query.connection_timeout;
         let timeout = Duration::from_millis(timeout.unwrap_or(CONNECTION_TIMEOUT));
@@ -149,6 +158,10 @@ impl BrokerConnector {
             AMQPScheme::AMQPS => Some(self.tls.connector().map_err(ConnectError::Misconfigured)?),
         };
         match handshake::connect(node.uri.clone(), tls, properties, timeout).await {
+            Some(Ok((connection, Some(version)))) if version < BrokerVersion::OLDEST => {
+                close(&connection, timeout).await;
+                Err(too_old(version, node))
+            }
             Some(connected) => connected.map_err(|error| classify(error, node)),
             None => Err(unreachable_error(
                 &format!("no connection within {timeout:?}"),
@@ -178,6 +191,18 @@ fn classify(error: lapin::Error, node: &BrokerNode) -> ConnectError {
         Some(_) => error.into(),
         None => unreachable_error(&error.to_string(), node),
     }
+}
+
+/// The error of a node with an unsupported release.
+fn too_old(version: BrokerVersion, node: &BrokerNode) -> ConnectError {
+    ConnectError::Misconfigured(SourceError::misconfigured(
+        "url",
+        format!(
+            "{} is RabbitMQ {version}, which is not supported",
+            node.redacted_url
+        ),
+        "upgrade RabbitMQ to a supported release (3.10 or newer)",
+    ))
 }
 
 /// The error of a node that cannot be reached. It names the setting that is the likely cause.

@@ -25,10 +25,15 @@ use crate::client::session::{ChannelLoss, ConsumerSession, SessionEvent};
 use crate::protocol::CurrentTime;
 use crate::protocol::channel_deliveries::{FlushMode, IntakeState, SettleAction};
 use crate::protocol::incoming;
-use oncegate_core::internal::Backoff;
+use oncegate_core::internal::{Backoff, LogThrottle};
 
 /// How long sending the last acknowledgements may take after the deadline.
 const LAST_ACK_TIMEOUT: Duration = Duration::from_millis(100);
+/// Deliveries with this `x-delivery-count` or a larger one are logged: half of the default delivery limit
+/// of RabbitMQ 4.0 and newer.
+const LOGGED_DELIVERY_COUNT: u32 = 10;
+/// How often such a delivery is logged.
+const DELIVERY_COUNT_LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// How long closing a channel or a connection may take.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -81,6 +86,7 @@ pub(crate) async fn run(
         prefetch_mode: PrefetchMode::Normal,
         intake: IntakeState::Open,
         closing: None,
+        delivery_count_throttle: LogThrottle::every(DELIVERY_COUNT_LOG_INTERVAL),
         context,
         endpoints,
         publisher,
@@ -106,6 +112,7 @@ struct AmqpDriver {
     prefetch_mode: PrefetchMode,
     intake: IntakeState,
     closing: Option<CloseRequest>,
+    delivery_count_throttle: LogThrottle,
 }
 
 enum SessionState {
@@ -303,6 +310,23 @@ impl AmqpDriver {
         let has_invalid_utf8 = incoming::has_invalid_utf8(&raw);
         let (delivery, original) =
             incoming::parse_delivery(raw, &self.context, session.deliveries.epoch, time.unix);
+        if let Some(delivery_count) = incoming::delivery_count(&delivery.message)
+            && delivery_count >= LOGGED_DELIVERY_COUNT
+            && let Some(suppressed_lines) = self.delivery_count_throttle.due(time.now.into_std())
+        {
+            tracing::warn!(
+                queue = &*self.context.name,
+                delivery_count,
+                message_id = delivery
+                    .message
+                    .message_id
+                    .as_deref()
+                    .map(String::from_utf8_lossy)
+                    .as_deref(),
+                suppressed_lines,
+                "a message was redelivered many times because channels or connections ended; RabbitMQ dead-letters it above the delivery limit of the quorum queue (20 by default since 4.0), although no handler failed; raise delivery-limit by a policy"
+            );
+        }
         session
             .deliveries
             .delivered(tag, original, delivery.failures, time.now);

@@ -20,6 +20,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::protocol::broker_version::{BrokerVersion, VersionCell};
 use crate::protocol::incoming::INVALID_UTF8_MARK;
 
 /// Tables and arrays nested deeper than this stay unparsed bytes.
@@ -39,6 +40,8 @@ pub(crate) struct FrameSanitizer {
     read_offset: usize,
     /// Returned messages that are not complete yet, by channel.
     returned: BTreeMap<[u8; 2], ReturnedMessage>,
+    /// The version in the first frame.
+    version: VersionCell,
 }
 
 /// The part of a returned message that the broker has not sent yet.
@@ -50,6 +53,14 @@ enum ReturnedMessage {
 }
 
 impl FrameSanitizer {
+    /// Also sets the cell to the version in the first frame.
+    pub(crate) fn with_version(version: VersionCell) -> Self {
+        Self {
+            version,
+            ..Self::default()
+        }
+    }
+
     /// Adds bytes from the broker.
     pub(crate) fn push(&mut self, bytes: &[u8]) {
         if self.read_offset == self.ready.len() {
@@ -62,6 +73,8 @@ impl FrameSanitizer {
             let Some(frame) = self.partial.get_mut(complete..complete + size) else {
                 break;
             };
+            self.version
+                .get_or_init(|| BrokerVersion::from_start(frame));
             sanitize(frame);
             if let Some(kept) = strip_returned_message(frame, &mut self.returned) {
                 self.ready

@@ -21,6 +21,7 @@ use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
 
 use crate::client::quiet_executor;
 use crate::client::sanitized_stream::{self, SanitizedStream};
+use crate::protocol::broker_version::{BrokerVersion, VersionCell};
 use oncegate_core::internal::Lock;
 
 /// When it is dropped, shuts down the socket of an unfinished handshake. Does nothing after
@@ -39,15 +40,18 @@ enum HandshakeState {
     Finished,
 }
 
-/// Connects, with TLS if there is a connector; `None` after the timeout.
+/// Connects, with TLS if there is a connector; `None` after the timeout. Returns the version of the
+/// broker, too, if that is RabbitMQ.
 pub(crate) async fn connect(
     uri: AMQPUri,
     tls: Option<RustlsConnector>,
     properties: ConnectionProperties,
     timeout: Duration,
-) -> Option<lapin::Result<Connection>> {
+) -> Option<lapin::Result<(Connection, Option<BrokerVersion>)>> {
     let handshake = HandshakeGuard::default();
     let state = Arc::clone(&handshake.0);
+    let version = VersionCell::default();
+    let version_in_stream = Arc::clone(&version);
     let connecting = Connection::connector(
         uri,
         sanitized_stream::runtime(),
@@ -65,8 +69,9 @@ pub(crate) async fn connect(
                 let stream = match &tls {
                     Some(connector) => SanitizedStream::new(
                         connector.connect_async(&uri.authority.host, stream).await?,
+                        Arc::clone(&version_in_stream),
                     ),
-                    None => SanitizedStream::new(stream),
+                    None => SanitizedStream::new(stream, Arc::clone(&version_in_stream)),
                 };
                 io::Result::Ok((stream, socket))
             };
@@ -88,7 +93,8 @@ pub(crate) async fn connect(
     if let Some(Ok(_)) = connected {
         handshake.disarm();
     }
-    connected
+    let version = version.get().copied().flatten();
+    connected.map(|connected| connected.map(|connection| (connection, version)))
 }
 
 impl HandshakeGuard {

@@ -96,7 +96,7 @@ impl RabbitMqPublisher {
         }
         connection.open = None;
         match self.connector()?.connect("oncegate relay").await {
-            Ok(opened) => Ok(Arc::clone(connection.open.insert(Arc::new(opened)))),
+            Ok((opened, _)) => Ok(Arc::clone(connection.open.insert(Arc::new(opened)))),
             Err(error) => {
                 connection.failed = Some((Instant::now(), error.to_string()));
                 Err(error.into())

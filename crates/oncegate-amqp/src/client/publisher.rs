@@ -158,7 +158,7 @@ impl PublisherContext {
             }
             connection.end(&self.source);
             match connector::connect(&self.source, "publishes").await {
-                Ok(opened) => {
+                Ok((opened, _)) => {
                     connection.backoff.reset();
                     let events = opened.events_listener();
                     let tracking = track_alarms(Arc::clone(&self.source), events);

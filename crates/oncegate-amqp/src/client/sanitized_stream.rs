@@ -14,6 +14,7 @@ use futures_util::{AsyncRead, AsyncWrite, Stream};
 
 use crate::client::frame_sanitizer::FrameSanitizer;
 use crate::client::quiet_executor::QuietExecutor;
+use crate::protocol::broker_version::VersionCell;
 
 /// The runtime for lapin: tokio's, with [`SanitizedStream`] as its type of TCP streams.
 pub(crate) type SanitizedRuntime = Runtime<RuntimeParts<QuietExecutor, SanitizingReactor>>;
@@ -43,10 +44,10 @@ pub(crate) struct SanitizedStream {
 }
 
 impl SanitizedStream {
-    pub(crate) fn new(stream: impl Duplex + 'static) -> Self {
+    pub(crate) fn new(stream: impl Duplex + 'static, version: VersionCell) -> Self {
         Self {
             stream: Box::new(stream),
-            sanitizer: FrameSanitizer::default(),
+            sanitizer: FrameSanitizer::with_version(version),
             buffer: vec![0; READ_BUFFER_BYTES],
         }
     }
@@ -134,6 +135,9 @@ impl Reactor for SanitizingReactor {
         address: SocketAddr,
     ) -> impl Future<Output = io::Result<SanitizedStream>> + Send + 'static {
         let connecting = self.0.tcp_connect_addr(address);
-        async move { connecting.await.map(SanitizedStream::new) }
+        async move {
+            let stream = connecting.await?;
+            Ok(SanitizedStream::new(stream, VersionCell::default()))
+        }
     }
 }

@@ -91,10 +91,18 @@ impl ConsumerSession {
         prefetch: u16,
         probe_interval: Duration,
     ) -> Result<Self, ConnectError> {
-        let connection = connector::connect(context, "consumes").await?;
+        let (connection, version) = connector::connect(context, "consumes").await?;
+        let close_mode = CloseMode::for_settings(context, version);
         let opening = tokio::time::timeout(
             OPEN_TIMEOUT,
-            Self::consume(connection, context, epoch, prefetch, probe_interval),
+            Self::consume(
+                connection,
+                context,
+                close_mode,
+                epoch,
+                prefetch,
+                probe_interval,
+            ),
         )
         .await;
         opening
@@ -115,6 +123,7 @@ impl ConsumerSession {
     async fn consume(
         connection: Connection,
         context: &SourceContext,
+        close_mode: CloseMode,
         epoch: u64,
         prefetch: u16,
         probe_interval: Duration,
@@ -150,7 +159,7 @@ impl ConsumerSession {
             acknowledging: None,
             lost_consumer_probe,
             consumers: context.consumers,
-            close_mode: CloseMode::for_settings(context),
+            close_mode,
             is_stopped: false,
             unsettled_timeout: context.unsettled_timeout(),
             close_delay: CloseDelay::default(),

@@ -2,7 +2,7 @@
 //!
 //! # Workarounds
 //! - *Symptom:* requeuing many messages by one `basic.nack` loses their order. Hence
-//!   [`CloseMode::CloseOnly`]. *Version:* RabbitMQ 3.10.8.
+//!   [`CloseMode::CloseOnly`]. *Version:* RabbitMQ 3.10.8; not 4.3.6.
 //! - *Upstream:* `docs/upstream/rabbitmq-nack-order.md`.
 //! - *Test:* `releases::deliveries_to_a_stopping_ordered_consumer_are_requeued_in_order` in `tests/amqp`.
 //! - *May be removed* when the oldest supported release keeps the order.
@@ -13,6 +13,7 @@
 //! - *Test:* `nodes::with_a_single_active_consumer_order_by_key_holds_across_a_fleet` in `tests/amqp`.
 //! - *May be removed:* never.
 
+use crate::protocol::broker_version::BrokerVersion;
 use crate::protocol::queue_settings::{ConsumerMode, QueueSettings};
 
 /// How a channel is closed.
@@ -22,19 +23,24 @@ pub(crate) enum CloseMode {
     /// others by `basic.nack`.
     Requeue,
     /// Cancels the consumer and closes the channel: RabbitMQ requeues its messages in the order of
-    /// the queue, which it does not guarantee for one `basic.nack` of many.
+    /// the queue, which it did not for one `basic.nack` of many before
+    /// [`BrokerVersion::UNCOUNTED_NACK`]. All of them count towards the delivery limit.
     CloseOnly,
     /// Closes the channel without cancelling the consumer; the source ignores deliveries that
     /// arrive before that. RabbitMQ activates the next consumer as soon as the active one is
-    /// cancelled, before it requeues the messages of the cancelled one.
+    /// cancelled, before it requeues the messages of the cancelled one. All of them count towards
+    /// the delivery limit.
     StayActive,
 }
 
 impl CloseMode {
-    /// The mode that keeps the order of the messages, if the settings require one.
-    pub(crate) fn for_settings(settings: &QueueSettings) -> Self {
+    /// The mode that keeps the order of the messages, if the settings require one, with a broker of
+    /// this version (`None` if it is unknown).
+    pub(crate) fn for_settings(settings: &QueueSettings, version: Option<BrokerVersion>) -> Self {
+        let nack_keeps_order = version >= Some(BrokerVersion::UNCOUNTED_NACK);
         match settings.consumers {
             _ if !settings.preserves_order() => Self::Requeue,
+            ConsumerMode::Competing if nack_keeps_order => Self::Requeue,
             ConsumerMode::Competing => Self::CloseOnly,
             ConsumerMode::SingleActive => Self::StayActive,
         }
@@ -63,31 +69,22 @@ mod tests {
 
     #[test]
     fn the_mode_follows_from_the_order_and_the_consumers() {
-        for (order, consumers, mode, requeues) in [
-            (
-                Order::Unordered,
-                ConsumerMode::Competing,
-                CloseMode::Requeue,
-                [true, true],
-            ),
-            (
-                Order::Unordered,
-                ConsumerMode::SingleActive,
-                CloseMode::Requeue,
-                [true, false],
-            ),
-            (
-                Order::ByKey,
-                ConsumerMode::Competing,
-                CloseMode::CloseOnly,
-                [false, false],
-            ),
-            (
-                Order::ByKey,
-                ConsumerMode::SingleActive,
-                CloseMode::StayActive,
-                [false, false],
-            ),
+        use CloseMode::{CloseOnly, Requeue, StayActive};
+        use ConsumerMode::{Competing, SingleActive};
+        use Order::{ByKey, Unordered};
+        let (old, new) = (
+            Some(BrokerVersion::OLDEST),
+            Some(BrokerVersion::UNCOUNTED_NACK),
+        );
+        for (order, consumers, version, mode, requeues) in [
+            (Unordered, Competing, old, Requeue, [true, true]),
+            (Unordered, Competing, new, Requeue, [true, true]),
+            (Unordered, SingleActive, new, Requeue, [true, false]),
+            (ByKey, Competing, None, CloseOnly, [false, false]),
+            (ByKey, Competing, old, CloseOnly, [false, false]),
+            (ByKey, Competing, new, Requeue, [true, true]),
+            (ByKey, SingleActive, old, StayActive, [false, false]),
+            (ByKey, SingleActive, new, StayActive, [false, false]),
         ] {
             let mut options = ConnectOptions::default();
             options.order = Some(order);
@@ -96,8 +93,8 @@ mod tests {
                 ConsumerMode::Competing => source,
                 ConsumerMode::SingleActive => source.single_active_consumer(),
             };
-            let found = CloseMode::for_settings(&source.check().expect("settings"));
-            assert_eq!(found, mode, "{order:?}, {consumers:?}");
+            let found = CloseMode::for_settings(&source.check().expect("settings"), version);
+            assert_eq!(found, mode, "{order:?}, {consumers:?}, {version:?}");
             assert_eq!(
                 [true, false]
                     .map(|was_stopped| found.requeues_before_close(consumers, was_stopped)),

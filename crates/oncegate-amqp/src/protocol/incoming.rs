@@ -45,6 +45,13 @@ pub(crate) struct OriginalProperties {
     pub(crate) received: Duration,
 }
 
+/// The `x-delivery-count` of a quorum queue: how often the message was requeued, or, since RabbitMQ 4.3,
+/// how often it was requeued otherwise than by `basic.nack`.
+pub(crate) fn delivery_count(message: &Message) -> Option<u32> {
+    let count = message.headers.last("x-delivery-count")?;
+    std::str::from_utf8(count).ok()?.parse().ok()
+}
+
 /// Converts a delivery, and returns the parts that a copy needs in addition. Does not copy the body.
 /// `received` is the time since 1970.
 pub(crate) fn parse_delivery(

@@ -17,12 +17,21 @@ use oncegate_core::source::{
 };
 use oncegate_testkit::Lines;
 pub(crate) use oncegate_testkit::laws::source::accepted as accept;
+use oncegate_testkit::servers::ServerSet;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
 /// The broker's URL.
 pub(crate) fn url() -> String {
     oncegate_testkit::rabbitmq_url().expect("a RabbitMQ to test against")
+}
+
+/// What a table expects of the release of RabbitMQ under test.
+pub(crate) fn expected<T: Copy>(by_release: &[(&str, T)]) -> T {
+    let release = ServerSet::current().expect("a set of servers").rabbitmq();
+    let row = by_release.iter().find(|row| row.0 == release);
+    row.unwrap_or_else(|| panic!("no row for RabbitMQ {release}"))
+        .1
 }
 
 /// The number of log lines of this process that contain all of these parts. The broker's errors are in

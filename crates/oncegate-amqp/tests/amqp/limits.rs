@@ -13,6 +13,7 @@ use oncegate_testkit::proxy::Proxy;
 use oncegate_testkit::servers::RabbitServer;
 
 use crate::fixture::*;
+use crate::recovery::{Direction, rewriting_proxy};
 
 fn arguments(pairs: &[(&str, AMQPValue)]) -> FieldTable {
     let mut table = FieldTable::default();
@@ -63,6 +64,49 @@ async fn the_queues_are_declared_with_at_least_once_dead_lettering() {
         arguments(&delay),
     )
     .await;
+    fixture.delete_queues().await;
+}
+
+/// Changes the server properties in `connection.start`. The new value has the length of the old one.
+fn set_server_property(passed: &mut [u8], name: &[u8], value: &[u8]) {
+    let entry = [name, b"S\0\0\0"].concat();
+    if let Some(found) = passed
+        .windows(entry.len())
+        .position(|part| part == entry.as_slice())
+    {
+        let start = found + entry.len() + 1;
+        let length = usize::from(passed[start - 1]);
+        passed[start..start + length].copy_from_slice(&value[..length]);
+    }
+}
+
+#[tokio::test]
+async fn a_release_before_3_10_is_refused_with_the_reason() {
+    let fixture = QueueFixture::new().await;
+    let too_old = |passed: &mut [u8]| set_server_property(passed, b"version", b"3.9.99999");
+    let proxied_url = rewriting_proxy(Direction::FromTheBroker, too_old).await;
+    let source = fixture.source(QueueKind::Quorum).url(proxied_url);
+    let client = source.client("a tool").await;
+    let cause = match client {
+        Err(SourceError::Unavailable(cause)) => cause.to_string(),
+        other => panic!("{other:?}"),
+    };
+    let error = match source.connect(ConnectOptions::default()).await {
+        Err(error @ SourceError::Misconfigured { .. }) => error.to_string(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(error, cause);
+    assert!(
+        error.contains("is RabbitMQ 3.9, which is not supported; upgrade RabbitMQ"),
+        "{error}"
+    );
+
+    let other_product = |passed: &mut [u8]| {
+        set_server_property(passed, b"product", b"OtherMQ!");
+        set_server_property(passed, b"version", b"1.0.00000");
+    };
+    let proxied_url = rewriting_proxy(Direction::FromTheBroker, other_product).await;
+    close(open(fixture.source(QueueKind::Quorum).url(proxied_url)).await).await;
     fixture.delete_queues().await;
 }
 

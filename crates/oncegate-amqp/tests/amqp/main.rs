@@ -9,6 +9,7 @@ mod laws;
 mod limits;
 mod nodes;
 mod outbox;
+mod policies;
 mod recovery;
 mod releases;
 mod security;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMqStatus, Topology};
+use oncegate_core::lifecycle::Settlement;
 use oncegate_core::source::{Order, Source, headers};
 
 use crate::KINDS;
@@ -104,10 +105,12 @@ fn count_methods(passed: &[u8], number: u8) -> usize {
 
 static NACKS_ON_CLOSE: AtomicUsize = AtomicUsize::new(0);
 
-/// Since RabbitMQ 4.3, unacknowledged messages of a closing channel count towards the delivery limit.
+/// Since RabbitMQ 4.3, unacknowledged messages of a closing channel count towards the delivery limit,
+/// and `basic.nack` keeps the order.
 #[tokio::test]
-async fn a_closing_channel_requeues_its_deliveries_by_nack_unless_an_order_is_preserved() {
-    for (order, nacks) in [(Order::Unordered, 1), (Order::ByKey, 0)] {
+async fn a_closing_channel_requeues_its_deliveries_by_nack_unless_it_loses_their_order() {
+    let ordered_nacks = expected(&[("3.10", 0), ("4.3", 1)]);
+    for (order, nacks) in [(Order::Unordered, 1), (Order::ByKey, ordered_nacks)] {
         let fixture = QueueFixture::new().await;
         close(open(fixture.source(QueueKind::Quorum)).await).await;
         NACKS_ON_CLOSE.store(0, Ordering::SeqCst);
@@ -142,6 +145,89 @@ async fn a_closing_channel_requeues_its_deliveries_by_nack_unless_an_order_is_pr
         fixture.wait_until_empty(&fixture.queue).await;
         fixture.delete_queues().await;
     }
+}
+
+/// RabbitMQ 4.3 dead-letters a message that counts 21 redeliveries, by default.
+#[tokio::test]
+async fn a_message_that_is_only_released_is_never_dead_lettered_by_the_broker() {
+    const RESTARTS: usize = 32;
+    let bodies: Vec<_> = (0..100).map(|number| number.to_string()).collect();
+    for order in [Order::Unordered, Order::ByKey] {
+        let fixture = QueueFixture::new().await;
+        let source = || fixture.source(QueueKind::Quorum);
+        let mut source_now = open_ordered(source(), order).await;
+        for body in &bodies {
+            fixture.publish(body).await;
+        }
+        for restart in 0..RESTARTS {
+            let (all, _) = deliveries(&mut source_now, bodies.len(), Duration::from_secs(20)).await;
+            let received: Vec<_> = all
+                .iter()
+                .map(|it| String::from_utf8_lossy(&it.message.body))
+                .collect();
+            assert_eq!(received, bodies, "{order:?}, after {restart} restarts");
+            // By turns: a restart, a takeover by a waiting consumer, a consumer that is dropped.
+            match restart % 3 {
+                0 => {
+                    source_now.stop().await;
+                    for delivery in all {
+                        let not_started = Settlement::Release {
+                            after: Duration::ZERO,
+                            failures: 0,
+                        };
+                        settle(&mut source_now, delivery, not_started).await;
+                    }
+                    close(source_now).await;
+                    source_now = open_ordered(source(), order).await;
+                }
+                1 => {
+                    let next = open_ordered(source(), order).await;
+                    close(source_now).await;
+                    source_now = next;
+                }
+                _ => {
+                    drop(source_now);
+                    source_now = open_ordered(source(), order).await;
+                }
+            }
+        }
+        for _ in &bodies {
+            let delivery = delivery(&mut source_now).await;
+            settle(&mut source_now, delivery, accept()).await;
+        }
+        close(source_now).await;
+        assert_eq!(fixture.ready_messages(&fixture.dead_letters()).await, 0);
+        fixture.wait_until_empty(&fixture.queue).await;
+        fixture.delete_queues().await;
+    }
+}
+
+/// A single active consumer that keeps an order closes its channel with all messages that it holds.
+#[tokio::test]
+async fn a_message_that_nears_the_delivery_limit_by_restarts_is_logged() {
+    let fixture = QueueFixture::new().await;
+    let source = || fixture.source(QueueKind::Quorum).single_active_consumer();
+    let mut source_now = open_ordered(source(), Order::ByKey).await;
+    fixture.publish("held").await;
+    let near = || {
+        logged(&[
+            "WARN",
+            &fixture.queue,
+            "was redelivered many times",
+            "delivery limit",
+        ])
+    };
+    for restart in 0..10 {
+        delivery(&mut source_now).await;
+        assert_eq!(near(), 0, "after {restart} restarts");
+        close(source_now).await;
+        source_now = open_ordered(source(), Order::ByKey).await;
+    }
+    let held = delivery(&mut source_now).await;
+    assert_eq!(near(), 1);
+    settle(&mut source_now, held, accept()).await;
+    close(source_now).await;
+    fixture.delete_queues().await;
 }
 
 /// Since RabbitMQ 4.3, `basic.reject` counts towards the delivery limit and `basic.nack` does not.

@@ -187,6 +187,10 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "messages over the delivery limit are not dead-lettered",
     ),
     (
+        "single-active-consumer-delivery-limit",
+        "advice: stops of a consumer that keeps an order count towards the delivery limit of the queue",
+    ),
+    (
         "queue-arguments-differ",
         "a queue has arguments that oncegate does not declare",
     ),

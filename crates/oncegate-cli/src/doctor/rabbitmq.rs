@@ -172,6 +172,17 @@ async fn check_queue(
             meaning,
         ) {
             (ArgumentComparison::Same, ProbeResult::Good) => return Ok(()),
+            (ArgumentComparison::Same, ProbeResult::SingleActive) => {
+                findings.add(
+                    Severity::Advice,
+                    "single-active-consumer-delivery-limit",
+                    at,
+                    "with .order(Order::ByKey), each stop of its consumer counts towards the delivery limit of the messages that the consumer holds: \
+                     since RabbitMQ 4.0 they are dead-lettered after 20 stops, unless a policy sets another limit",
+                    format!("raise the limit: rabbitmqctl set_policy NAME '^{name}$' '{{\"delivery-limit\": 1000}}' --apply-to queues"),
+                );
+                return Ok(());
+            }
             (ArgumentComparison::Same, ProbeResult::PlainQuorum) => {
                 add_plain_quorum(role, at, findings);
                 return Ok(());
@@ -375,6 +386,8 @@ fn add_mismatch(
 enum ProbeResult {
     /// The queue loses no messages.
     Good,
+    /// The queue loses no messages. It is a quorum queue with a single active consumer.
+    SingleActive,
     /// The queue is a quorum queue without a dead-letter exchange and with the default delivery
     /// limit.
     PlainQuorum,
@@ -410,7 +423,7 @@ fn probes(role: &QueueRole) -> Vec<(FieldTable, ProbeResult)> {
         (declared, ProbeResult::Good),
         (FieldTable::default(), ProbeResult::Good),
         (classic, ProbeResult::Good),
-        (single_active, ProbeResult::Good),
+        (single_active, ProbeResult::SingleActive),
         (plain, ProbeResult::PlainQuorum),
     ]
 }

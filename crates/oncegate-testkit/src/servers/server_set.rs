@@ -112,6 +112,14 @@ impl ServerSet {
         }
     }
 
+    /// The release series of RabbitMQ.
+    pub fn rabbitmq(self) -> &'static str {
+        match self {
+            Self::Debian12 | Self::Kafka39 => "3.10",
+            Self::Today | Self::TodayRedis => "4.3",
+        }
+    }
+
     /// The release of the Kafka broker.
     pub fn kafka(self) -> &'static str {
         match self {

@@ -291,7 +291,28 @@ async fn finds_queues_that_lose_messages() {
         with(&format!("queue = \"{queue}\"\n{ours}{more}"));
         assert_broker_findings(cli, expected);
     }
-    declared.push(without_exchange);
+    let single_active = format!("{}.single-active", cli.name);
+    let source = RabbitMq::queue(&single_active)
+        .url(fixture::rabbitmq())
+        .single_active_consumer();
+    let source: Box<dyn Source> = Box::new(
+        source
+            .connect(ConnectOptions::default())
+            .await
+            .expect("the queues are declared"),
+    );
+    source
+        .close(Instant::now() + fixture::TEST_TIMEOUT)
+        .await
+        .expect("a clean end");
+    with(&format!(
+        "queue = \"{single_active}\"\n{ours}consumers = \"single-active\"\n"
+    ));
+    assert_broker_findings(cli, &[("single-active-consumer-delivery-limit", "advice")]);
+    for suffix in ["dead-letters", "in-doubt"] {
+        declared.push(format!("{single_active}.{suffix}"));
+    }
+    declared.extend([single_active, without_exchange]);
     for name in declared {
         fixture::delete(&name).await;
     }
