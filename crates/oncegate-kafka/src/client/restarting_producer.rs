@@ -50,7 +50,7 @@ impl ProducerPair {
         let mut singles_config = config.clone();
         singles_config.set("batch.num.messages", "1");
         let batches = RestartingProducer::new(config, connection_errors.clone());
-        batches.current()?;
+        drop(batches.current()?);
         Ok(Self {
             batches,
             singles: RestartingProducer::new(singles_config, connection_errors),

@@ -445,7 +445,7 @@ impl<'writer> OpenWriter<'writer> {
 #[cfg(test)]
 mod tests {
     use oncegate_core::MessageId;
-    use oncegate_core::marker::{Attempts, Guarantee, OperationKind, Terms, Token};
+    use oncegate_core::marker::{Attempts, Guarantee, Marker, OperationKind, Terms, Token};
 
     use super::super::recent::MergeLimits;
     use super::*;
