@@ -315,7 +315,7 @@ impl SystemModel {
                 let event = match delivery.driver.stage() {
                     Stage::Reconciling(..) => Event::Reconciled(None),
                     Stage::New(_) if delivery.driver.is_draining() => Event::Drain,
-                    Stage::New(_) => Event::Arrived, // its ordering key was busy, or the store unavailable
+                    Stage::New(_) => Event::Arrived, // it waited for a retry, or for isolation
                     Stage::Ready(_) if delivery.lease == LeaseState::Expired => Event::LeaseOver,
                     Stage::Ready(_) => Event::MayRun,
                     stage if stage.waits_on_lease() && delivery.lease == LeaseState::Expired => {

@@ -33,8 +33,8 @@ pub fn lines(depth: Depth) -> Vec<Line> {
     lines
 }
 
-/// The lines of the inbox, whose claims are only in the memory of the consumers. The marker stands
-/// for these claims, and may be lost at any time.
+/// The lines of the inbox, whose claims are only in the memory of the consumers. The marker represents
+/// these claims, and may be lost at any time.
 fn inbox_lines() -> impl Iterator<Item = Line> {
     let faults = [
         Budget {

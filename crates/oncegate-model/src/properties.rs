@@ -46,10 +46,10 @@ pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
             state.is_finished() || !actions.is_empty()
         }),
     ];
+    let doubled: Property<SystemModel> =
+        Property::always(DOUBLED, |_, state: &SystemState| state.effects() < 2);
     if model.setup.effects == EffectsIn::Inbox {
-        properties.push(Property::always(DOUBLED, |_, state: &SystemState| {
-            state.effects() < 2
-        }));
+        properties.push(doubled);
         properties.push(Property::always(IN_DOUBT, |_, state: &SystemState| {
             let in_doubt = ModelDestination::InDoubt;
             let mut rejected = state.dead_letters.iter();
@@ -61,9 +61,7 @@ pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
     let passes_through = model.setup.outage == oncegate_core::Outage::PassThrough;
     if model.all_have_guarantee(Guarantee::AtMostOnce) || model.all_have_guarantee(Guarantee::Bare)
     {
-        properties.push(Property::always(DOUBLED, |_, state: &SystemState| {
-            state.effects() < 2
-        }));
+        properties.push(doubled);
     }
     if model.has_guarantee(Guarantee::AtMostOnce) {
         properties.push(Property::always(UNSAFE_START, |_, state: &SystemState| {
