@@ -32,7 +32,6 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 impl Breaker {
-    /// A closed breaker.
     pub(crate) fn closed() -> Self {
         let now = Instant::now();
         Self {
@@ -42,7 +41,6 @@ impl Breaker {
         }
     }
 
-    /// The state of the breaker at this moment.
     pub(crate) fn state(&self, now: Instant) -> BreakerState {
         match self.unanswered {
             0 => BreakerState::Closed,

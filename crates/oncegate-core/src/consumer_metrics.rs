@@ -97,7 +97,6 @@ impl ConsumerMetrics {
         self.delivery.record(after);
     }
 
-    /// Updates the gauges.
     pub(crate) fn set_gauges(&mut self, now: GaugeValues) {
         self.in_flight.set(now.in_flight);
         self.waiting.set(now.waiting);

@@ -4,7 +4,7 @@ mod builder;
 mod run;
 
 use std::future::Future;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::internal::Lock;
@@ -144,7 +144,7 @@ impl GateInner {
         for _ in 0..2 {
             let now = Instant::now();
             let next_try_at = {
-                let mut breaker = self.breaker();
+                let mut breaker = self.breaker.lock();
                 match breaker.state(now) {
                     BreakerState::Closed => return true,
                     BreakerState::HalfOpen => {
@@ -157,10 +157,6 @@ impl GateInner {
             tokio::time::sleep(next_try_at.saturating_duration_since(now)).await;
         }
         false
-    }
-
-    fn breaker(&self) -> MutexGuard<'_, Breaker> {
-        self.breaker.lock()
     }
 }
 

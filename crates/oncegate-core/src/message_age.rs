@@ -3,18 +3,14 @@
 use std::time::{Duration, SystemTime};
 
 use crate::message::Message;
-use crate::source::headers;
+use crate::source::first_seen_header;
 
 /// The time since the message's own timestamp, or since its first copy was received (the header
 /// `oncegate-first-seen`), whichever is longer. Ignores a time in the future. `None` without
 /// either.
 pub(crate) fn age(message: &Message, now: SystemTime) -> Option<Duration> {
-    let first_seen = message
-        .headers
-        .last(headers::FIRST_SEEN)
-        .and_then(|value| std::str::from_utf8(value).ok()?.parse().ok());
-    let first_seen =
-        first_seen.and_then(|ms| SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms)));
+    let first_seen = first_seen_header(message)
+        .and_then(|ms| SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms)));
     message
         .sent_at
         .into_iter()
@@ -27,6 +23,7 @@ pub(crate) fn age(message: &Message, now: SystemTime) -> Option<Duration> {
 mod tests {
     use super::*;
     use crate::message::Headers;
+    use crate::source::headers;
 
     #[test]
     fn a_message_is_as_old_as_its_first_copy() {

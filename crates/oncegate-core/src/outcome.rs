@@ -50,7 +50,6 @@ outcomes!(
 );
 
 impl Outcomes {
-    /// Counts an event of a delivery.
     #[inline]
     pub(crate) fn count_event(&self, event: Event) {
         if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event
@@ -91,7 +90,6 @@ impl Outcomes {
         }
     }
 
-    /// Counts a message that is older than `max_age`.
     pub(crate) fn too_old(&self) {
         self.too_old.increment(1);
     }

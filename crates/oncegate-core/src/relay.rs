@@ -291,7 +291,6 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
     }
 }
 
-/// The answer to an [`OutboxRequest`].
 enum Answer {
     Done,
     Rows(Vec<OutboxRow>),

@@ -31,7 +31,6 @@ impl RuntimeEstimator {
         }
     }
 
-    /// Records the duration of a run.
     pub(crate) fn record(&mut self, took: Duration) {
         let bucket = (took.as_secs_f64() / 0.001).max(1.0).log(1.25).ceil();
         self.runs[(bucket as usize).min(BUCKETS - 1)] += 1;

@@ -166,19 +166,22 @@ impl Default for Settings {
     }
 }
 
+fn misconfigured(
+    setting: &'static str,
+    problem: String,
+    remedy: &'static str,
+) -> Result<(), Error> {
+    Err(Error::Misconfigured {
+        setting,
+        problem,
+        remedy,
+    })
+}
+
 impl Settings {
-    /// Checks the settings.
-    ///
     /// # Errors
     /// The first wrong setting.
     pub(crate) fn check(&self) -> Result<(), Error> {
-        let misconfigured = |setting, problem: String, remedy| {
-            Err(Error::Misconfigured {
-                setting,
-                problem,
-                remedy,
-            })
-        };
         let shortest = self.shortest_lease();
         if shortest < SHORTEST_LEASE {
             return misconfigured(
@@ -307,13 +310,6 @@ impl Settings {
     }
 
     fn check_inbox(&self) -> Result<(), Error> {
-        let misconfigured = |setting, problem, remedy| {
-            Err(Error::Misconfigured {
-                setting,
-                problem,
-                remedy,
-            })
-        };
         let max_transactions = match self.inbox {
             InboxUse::None => return Ok(()),
             InboxUse::NoHandler => {

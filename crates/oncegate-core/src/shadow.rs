@@ -2,8 +2,8 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::internal::Lock;
@@ -196,7 +196,7 @@ impl<S: ?Sized> fmt::Debug for Shadow<S> {
 impl<S: Store + ?Sized> Store for Shadow<S> {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let sent: Vec<Operation> = {
-            let ungranted_tokens = self.shared.ungranted_tokens();
+            let ungranted_tokens = self.shared.ungranted_tokens.lock();
             operations
                 .iter()
                 .filter(|operation| !ungranted_tokens.contains(&operation.token))
@@ -287,7 +287,7 @@ impl ShadowShared {
             return self.granted(operation, answer.flatten());
         }
         if answer.is_none() && operation.kind != OperationKind::Renew {
-            self.ungranted_tokens().remove(&operation.token);
+            self.ungranted_tokens.lock().remove(&operation.token);
         }
         match operation.kind {
             OperationKind::Complete => Verdict::Done { marker_lost: false },
@@ -314,16 +314,12 @@ impl ShadowShared {
             None => ShadowOutcome::StoreUnavailable,
         };
         self.count(outcome);
-        self.ungranted_tokens().insert(operation.token);
+        self.ungranted_tokens.lock().insert(operation.token);
         Verdict::Granted(Attempts::new(1))
     }
 
     fn count(&self, outcome: ShadowOutcome) {
         self.report.0.outcomes[outcome as usize].fetch_add(1, Ordering::Relaxed);
         self.counters[outcome as usize].increment(1);
-    }
-
-    fn ungranted_tokens(&self) -> MutexGuard<'_, HashSet<Token>> {
-        self.ungranted_tokens.lock()
     }
 }

@@ -443,14 +443,16 @@ pub fn kept_headers(message: &Message) -> impl Iterator<Item = (&[u8], Option<&[
 /// timestamp and [`headers::FIRST_SEEN`]. So a producer that writes the header can make its message
 /// older, never younger.
 pub fn first_seen(message: &Message) -> Option<u64> {
-    let header = message
-        .headers
-        .last(headers::FIRST_SEEN)
-        .and_then(|value| std::str::from_utf8(value).ok()?.parse().ok());
     let sent = message
         .sent_at
         .and_then(|at| u64::try_from(at.duration_since(UNIX_EPOCH).ok()?.as_millis()).ok());
-    header.into_iter().chain(sent).min()
+    first_seen_header(message).into_iter().chain(sent).min()
+}
+
+/// The value of [`headers::FIRST_SEEN`].
+pub(crate) fn first_seen_header(message: &Message) -> Option<u64> {
+    let value = message.headers.last(headers::FIRST_SEEN)?;
+    std::str::from_utf8(value).ok()?.parse().ok()
 }
 
 /// The headers that a source adds to the [`kept_headers`] of a rejected message, in this order:

@@ -49,15 +49,8 @@ pub(crate) fn if_enabled(span: impl FnOnce() -> Span) -> Option<Box<Span>> {
 /// The span of one run of the handler.
 pub(crate) fn handle(cx: &Context) -> Span {
     let span = message_span!("oncegate.handle", "consumer", "process", cx.message(), id = %cx.id(), attempt = cx.attempt(), outcome = Empty);
-    join_trace(
-        &span,
-        cx.message(),
-        if cx.attempt() == 1 && cx.0.failures == 0 {
-            TraceLink::Child
-        } else {
-            TraceLink::Linked
-        },
-    );
+    let link = TraceLink::of(cx.attempt() == 1, cx.0.failures);
+    join_trace(&span, cx.message(), link);
     span
 }
 
@@ -85,15 +78,8 @@ pub(crate) fn settle(
         attempt = attempt,
         outcome = debug(settlement)
     );
-    join_trace(
-        &span,
-        message,
-        if attempt == 1 && delivery.failures == 0 {
-            TraceLink::Child
-        } else {
-            TraceLink::Linked
-        },
-    );
+    let link = TraceLink::of(attempt == 1, delivery.failures);
+    join_trace(&span, message, link);
     span
 }
 
@@ -105,6 +91,15 @@ enum TraceLink {
     /// The span has a trace of its own, and a link to the producer's span, because the message was
     /// redelivered.
     Linked,
+}
+
+impl TraceLink {
+    fn of(is_first_attempt: bool, failures: u32) -> Self {
+        match is_first_attempt && failures == 0 {
+            true => Self::Child,
+            false => Self::Linked,
+        }
+    }
 }
 
 /// The name of an operation in the terms of its broker.
@@ -229,15 +224,8 @@ pub(crate) fn operation(
         OperationKind::Forget { .. } => span!("oncegate.forget"),
     };
     if let Some(delivery) = delivery {
-        join_trace(
-            &span,
-            delivery.message(),
-            if attempt <= 1 && delivery.failures == 0 {
-                TraceLink::Child
-            } else {
-                TraceLink::Linked
-            },
-        );
+        let link = TraceLink::of(attempt <= 1, delivery.failures);
+        join_trace(&span, delivery.message(), link);
     }
     span
 }

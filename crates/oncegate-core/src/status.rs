@@ -1,7 +1,7 @@
 //! The status of a running consumer, for status pages and health checks.
 
 use std::fmt;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::clock::now;
@@ -153,7 +153,7 @@ impl ConsumerStatus {
     /// The last published status; empty before the consumer starts and after it ends. If two
     /// consumers share it, the one that published last.
     pub fn snapshot(&self) -> ConsumerSnapshot {
-        let (data, now) = (self.lock(), now());
+        let (data, now) = (self.0.lock(), now());
         let elapsed_since = |arrived: &Instant| now.saturating_duration_since(*arrived);
         let oldest = data
             .oldest
@@ -189,25 +189,19 @@ impl ConsumerStatus {
             .into_iter()
             .filter_map(|(arrived, delivery)| Some((arrived, describe(delivery)?)))
             .collect();
-        let mut data = self.lock();
+        let mut data = self.0.lock();
         (data.in_flight, data.queued) = (in_flight, queued);
         (data.isolated, data.oldest) = (isolated, oldest);
     }
 
-    /// The consumer starts with this store.
     pub(crate) fn start(&self, store: String) {
-        self.lock().store = Some(StoreHealth::new(store));
+        self.0.lock().store = Some(StoreHealth::new(store));
     }
 
-    /// Updates the state of the store.
     pub(crate) fn update_store(&self, update: impl FnOnce(&mut StoreHealth)) {
-        if let Some(health) = &mut self.lock().store {
+        if let Some(health) = &mut self.0.lock().store {
             update(health);
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, StatusData> {
-        self.0.lock()
     }
 }
 
@@ -217,7 +211,7 @@ pub(crate) struct ClearStatusOnDrop(pub(crate) Option<ConsumerStatus>);
 impl Drop for ClearStatusOnDrop {
     fn drop(&mut self) {
         if let Some(status) = &self.0 {
-            *status.lock() = StatusData::default();
+            *status.0.lock() = StatusData::default();
         }
     }
 }

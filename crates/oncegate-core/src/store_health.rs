@@ -67,12 +67,10 @@ impl StoreHealth {
         }
     }
 
-    /// The store answered a batch.
     pub(crate) fn answered(&mut self, now: Instant) {
         (self.answered, self.unavailable_since) = (Some(now), None);
     }
 
-    /// The store did not answer a batch.
     pub(crate) fn not_answered(&mut self, now: Instant) {
         self.unavailable_since.get_or_insert(now);
     }

@@ -46,7 +46,8 @@ pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
             state.is_finished() || !actions.is_empty()
         }),
     ];
-    let doubled = Property::always(DOUBLED, |_, state: &SystemState| state.effects() < 2);
+    let doubled: Property<SystemModel> =
+        Property::always(DOUBLED, |_, state: &SystemState| state.effects() < 2);
     if model.setup.effects == EffectsIn::Inbox {
         properties.push(doubled);
         properties.push(Property::always(IN_DOUBT, |_, state: &SystemState| {

@@ -42,7 +42,6 @@ impl Executor {
         }
     }
 
-    /// Starts a run.
     #[inline]
     pub(super) fn start(
         &mut self,

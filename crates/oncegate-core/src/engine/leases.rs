@@ -44,7 +44,6 @@ struct AdaptiveLease {
 }
 
 impl Leases {
-    /// Starts the renewals.
     pub(super) fn start(store: Arc<dyn Store>, settings: &Settings) -> Result<Self, Error> {
         let (lost_sender, lost) = unbounded_channel();
         let renewals = match settings.guarantee {

@@ -15,7 +15,6 @@ use crate::settings::InboxUse;
 use crate::source::Settled;
 use crate::store::StoreError;
 
-/// The log lines.
 pub(super) struct Logs {
     /// The throttles, by [`LogKind`].
     throttles: [LogThrottle; LogKind::ALL.len()],
@@ -197,14 +196,12 @@ impl Logs {
         }
     }
 
-    /// Logs that the store did not answer an operation.
     pub(super) fn unavailable(&mut self, error: &StoreError, in_flight: usize) {
         if let Some(suppressed_lines) = self.due(LogKind::Unavailable) {
             tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
         }
     }
 
-    /// Logs that the store answers again.
     pub(super) fn available_again(&mut self, unavailable_for: Duration) {
         let suppressed_lines = self.throttles[LogKind::Unavailable as usize].take_all_suppressed();
         tracing::info!(?unavailable_for, suppressed_lines, "store available again");

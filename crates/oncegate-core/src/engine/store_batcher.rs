@@ -96,7 +96,6 @@ impl StoreBatcher {
         self.outcomes.push_back(slot);
     }
 
-    /// Takes all queued claims.
     pub(super) fn take_claims(&mut self) -> VecDeque<Slot> {
         std::mem::take(&mut self.claims)
     }

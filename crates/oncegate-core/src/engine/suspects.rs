@@ -39,7 +39,6 @@ impl Suspects {
         }
     }
 
-    /// Whether any suspect is admitted.
     pub(super) fn has_admitted(&self) -> bool {
         !self.admitted.is_empty()
     }
@@ -95,12 +94,10 @@ impl Suspects {
         self.waiting.push_back(slot);
     }
 
-    /// The first waiting suspect.
     pub(super) fn first_waiting(&self) -> Option<Slot> {
         self.waiting.front().copied()
     }
 
-    /// Removes the first waiting suspect.
     pub(super) fn pop_waiting(&mut self) {
         self.waiting.pop_front();
     }

@@ -37,7 +37,6 @@ impl Timers {
             .push(Reverse((now + after.mul_f64(factor), slot, generation)));
     }
 
-    /// When the next alarm is due.
     pub(super) fn next(&self) -> Option<Instant> {
         self.alarms.peek().map(|Reverse((at, ..))| *at)
     }

@@ -179,7 +179,7 @@ impl<'a, T> GuardedRun<'a, T> {
             .pop();
         match answer {
             Some(Ok(verdict)) => {
-                self.gate.0.breaker().answered(Instant::now());
+                self.gate.0.breaker.lock().answered(Instant::now());
                 spans::end_operation(span, &verdict, None);
                 if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
                     && guarantee != Guarantee::Bare
@@ -201,12 +201,12 @@ impl<'a, T> GuardedRun<'a, T> {
             }
             // The store answered, and a retry does not help.
             Some(Err(error @ (StoreError::UnreadableMarker(_) | StoreError::Misconfigured(_)))) => {
-                self.gate.0.breaker().answered(Instant::now());
+                self.gate.0.breaker.lock().answered(Instant::now());
                 self.store_error = Some(error);
                 Event::StopNow
             }
             unanswered => {
-                self.gate.0.breaker().not_answered(Instant::now());
+                self.gate.0.breaker.lock().not_answered(Instant::now());
                 let no_verdict = || StoreError::Unknown("the store returned no verdict".into());
                 self.store_error =
                     Some(unanswered.and_then(Result::err).unwrap_or_else(no_verdict));

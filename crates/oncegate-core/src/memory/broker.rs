@@ -1,7 +1,7 @@
 //! A queue in this process, with a dead-letter queue and an in-doubt queue.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 use std::time::Instant;
 
 use async_trait::async_trait;
@@ -90,7 +90,7 @@ impl MemoryBroker {
             system: message.origin.system,
             ..self.0.origin.clone()
         };
-        let mut queue = self.0.lock();
+        let mut queue = self.0.queue.lock();
         let slot = queue.messages.insert(StoredMessage {
             message,
             failures: 0,
@@ -103,7 +103,7 @@ impl MemoryBroker {
 
     /// A consumer of this queue.
     pub fn source(&self) -> MemorySource {
-        let mut queue = self.0.lock();
+        let mut queue = self.0.queue.lock();
         queue.next_source += 1;
         MemorySource {
             shared: self.0.clone(),
@@ -114,22 +114,22 @@ impl MemoryBroker {
 
     /// The dead letters so far.
     pub fn dead_letters(&self) -> Vec<DeadLetter> {
-        self.0.lock().dead_letters.clone()
+        self.0.queue.lock().dead_letters.clone()
     }
 
     /// The messages in the in-doubt queue so far.
     pub fn in_doubt(&self) -> Vec<DeadLetter> {
-        self.0.lock().in_doubt.clone()
+        self.0.queue.lock().in_doubt.clone()
     }
 
     /// The number of unsettled messages: ready or delivered.
     pub fn unsettled(&self) -> usize {
-        self.0.lock().messages.len()
+        self.0.queue.lock().messages.len()
     }
 
     /// The number of deliveries so far.
     pub fn delivered(&self) -> u64 {
-        self.0.lock().delivered
+        self.0.queue.lock().delivered
     }
 
     /// Waits until all messages are settled.
@@ -142,12 +142,6 @@ impl MemoryBroker {
             }
             changed.await;
         }
-    }
-}
-
-impl BrokerShared {
-    fn lock(&self) -> MutexGuard<'_, BrokerQueue> {
-        self.queue.lock()
     }
 }
 
@@ -183,7 +177,7 @@ impl Source for MemorySource {
         loop {
             let mut changed = std::pin::pin!(self.shared.changed.notified());
             changed.as_mut().enable();
-            if self.shared.lock().deliver(self.id, limit, into) {
+            if self.shared.queue.lock().deliver(self.id, limit, into) {
                 return Ok(());
             }
             changed.await;
@@ -191,7 +185,7 @@ impl Source for MemorySource {
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        let mut queue = self.shared.lock();
+        let mut queue = self.shared.queue.lock();
         for settled in &mut *settled {
             let Some(slot) = queue.delivered_slot(&settled.delivery.receipt) else {
                 continue;
@@ -291,7 +285,7 @@ impl BrokerQueue {
 impl Drop for MemorySource {
     /// Requeues unsettled messages at the front, as a broker does.
     fn drop(&mut self) {
-        let mut queue = self.shared.lock();
+        let mut queue = self.shared.queue.lock();
         let delivered = |slot: Slot| {
             let delivery = queue.messages.at(slot)?.delivery?;
             (delivery.source == self.id).then_some((delivery.tag, slot))

@@ -61,7 +61,6 @@ pub(super) struct DoneMarker {
 }
 
 impl DoneLog {
-    /// The number of ids.
     pub(super) fn len(&self) -> usize {
         self.index.len()
     }
@@ -91,7 +90,6 @@ impl DoneLog {
             });
     }
 
-    /// Removes an id.
     pub(super) fn forget(&mut self, key: KeyHash) {
         let is_same = |number: &u32| self.entries.has_key(*number, key);
         if let Ok(found) = self.index.find_entry(key.table_hash(), is_same) {
@@ -161,7 +159,6 @@ impl DoneEntries {
         Some((self.blocks.get(at / BLOCK)?, at % BLOCK))
     }
 
-    /// Whether an entry has this key.
     fn has_key(&self, number: u32, key: KeyHash) -> bool {
         self.block_of(number)
             .and_then(|(block, at)| block.entries.get(at))

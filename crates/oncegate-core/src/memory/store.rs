@@ -68,7 +68,6 @@ impl MemoryStore {
         }
     }
 
-    /// Removes the marker of a key.
     pub(crate) fn forget(&self, key: &Key) {
         let mut tables = self.0.lock();
         let key = tables.hasher.hash(key);

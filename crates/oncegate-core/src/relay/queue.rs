@@ -64,7 +64,7 @@ pub(crate) struct RelayQueue {
 /// dropped together with all later rows of its key, so that none overtakes an earlier one.
 #[derive(Debug, Default)]
 struct RelayRows {
-    by_number: BTreeMap<i64, RelayRow>,
+    all: BTreeMap<i64, RelayRow>,
     bytes: usize,
     /// The rows of each key that are neither confirmed nor parked, in order. Only the first may be
     /// published.
@@ -171,7 +171,7 @@ impl RelayQueue {
         result: &Result<(), NotPublished>,
         now: Instant,
     ) -> Option<Duration> {
-        let at = address(&self.rows.by_number.get(&number)?.message);
+        let at = address(&self.rows.all.get(&number)?.message);
         self.slots.free(&at);
         match result {
             Ok(()) => {
@@ -191,7 +191,7 @@ impl RelayQueue {
 
     /// A message was not confirmed: its address is failing. Returns the pause before its retry.
     fn fail(&mut self, number: i64, at: Address, now: Instant) -> Duration {
-        let size = self.rows.by_number[&number].message.size();
+        let size = self.rows.all[&number].message.size();
         let is_new = !self.failing.contains_key(&at);
         if is_new {
             self.rows.forget_waiting(&at);
@@ -248,9 +248,9 @@ impl RelayQueue {
         is_read_due.then(|| {
             self.schedule.is_read_outdated = false;
             OutboxRequest::Read(UnsentQuery {
-                max_rows: MAX_ROWS - self.rows.by_number.len(),
+                max_rows: MAX_ROWS - self.rows.all.len(),
                 max_bytes: MAX_BYTES - self.rows.bytes,
-                except: self.rows.by_number.keys().copied().collect(),
+                except: self.rows.all.keys().copied().collect(),
                 except_destinations: self.failing.keys().cloned().collect(),
             })
         })
@@ -282,7 +282,7 @@ impl RelayQueue {
         let in_memory = self
             .failing
             .values()
-            .filter(|failing| self.rows.by_number.contains_key(&failing.probe));
+            .filter(|failing| self.rows.all.contains_key(&failing.probe));
         let (rows, bytes) = in_memory.fold((0, 0), |(rows, bytes), failing| {
             (rows + 1, bytes + failing.size)
         });
@@ -297,7 +297,7 @@ impl RelayQueue {
     /// The failing addresses whose probe is not in memory.
     fn unread_probes(&self) -> impl Iterator<Item = &FailingAddress> {
         let failing = self.failing.values();
-        failing.filter(|failing| !self.rows.by_number.contains_key(&failing.probe))
+        failing.filter(|failing| !self.rows.all.contains_key(&failing.probe))
     }
 
     /// The storage has executed a request.
@@ -328,7 +328,7 @@ impl RelayQueue {
         }
         let before = self.failing.len();
         self.failing.retain(|_, failing| {
-            !requested.contains(&failing.probe) || self.rows.by_number.contains_key(&failing.probe)
+            !requested.contains(&failing.probe) || self.rows.all.contains_key(&failing.probe)
         });
         if self.failing.len() < before {
             self.schedule.read_at = now;
@@ -355,7 +355,7 @@ impl RelayQueue {
 
 impl RelayRows {
     fn has_room(&self) -> bool {
-        self.by_number.len() <= MAX_ROWS / 2 && self.bytes < MAX_BYTES
+        self.all.len() <= MAX_ROWS / 2 && self.bytes < MAX_BYTES
     }
 
     fn insert(&mut self, row: OutboxRow) {
@@ -373,12 +373,12 @@ impl RelayRows {
             message: Arc::new(row.message),
             is_begun: false,
         };
-        self.by_number.insert(number, row);
+        self.all.insert(number, row);
     }
 
     /// Begins a ready row.
     fn begin(&mut self, number: i64) -> Option<Arc<OutboxMessage>> {
-        let row = self.by_number.get_mut(&number)?;
+        let row = self.all.get_mut(&number)?;
         row.is_begun = true;
         let message = Arc::clone(&row.message);
         self.unready(&address(&message), number);
@@ -400,7 +400,7 @@ impl RelayRows {
 
     /// Makes the row after a confirmed one of the same key ready.
     fn advance_key(&mut self, number: i64) {
-        let Some(key) = ordered_key(&self.by_number[&number].message) else {
+        let Some(key) = ordered_key(&self.all[&number].message) else {
             return;
         };
         let Some(numbers) = self.keys.get_mut(&key) else {
@@ -416,7 +416,7 @@ impl RelayRows {
     /// Removes the rows of an address that were not begun.
     fn forget_waiting(&mut self, at: &Address) {
         let is_waiting = |row: &RelayRow| !row.is_begun && address(&row.message) == *at;
-        let rows = self.by_number.iter();
+        let rows = self.all.iter();
         let waiting: Vec<i64> = rows
             .filter_map(|(number, row)| is_waiting(row).then_some(*number))
             .collect();
@@ -425,7 +425,7 @@ impl RelayRows {
 
     /// Removes a parked row, and the rows that wait behind it.
     fn forget_key(&mut self, number: i64) {
-        let row = self.by_number.get(&number);
+        let row = self.all.get(&number);
         let behind = row
             .and_then(|row| self.keys.remove(&ordered_key(&row.message)?))
             .unwrap_or_default();
@@ -435,7 +435,7 @@ impl RelayRows {
 
     /// Removes a row, which a later read returns again if the storage still has it.
     fn forget(&mut self, number: i64) {
-        let Some(row) = self.by_number.remove(&number) else {
+        let Some(row) = self.all.remove(&number) else {
             return;
         };
         self.bytes -= row.message.size();

@@ -92,10 +92,7 @@ async fn a_refused_message_is_parked_and_only_its_key_waits() {
         OutboxRequest::Remove(vec![3]),
     ];
     assert_eq!(requests(&mut queue, now), expected);
-    assert_eq!(
-        queue.rows.by_number.keys().copied().collect::<Vec<_>>(),
-        [4]
-    );
+    assert_eq!(queue.rows.all.keys().copied().collect::<Vec<_>>(), [4]);
 }
 
 #[tokio::test]
@@ -114,10 +111,7 @@ async fn a_failing_destination_is_probed_with_one_message_and_others_continue() 
     queue.published(3, &not_confirmed(), now);
     queue.published(4, &Ok(()), now);
     assert_eq!(begun(&mut queue), [] as [i64; 0]);
-    assert_eq!(
-        queue.rows.by_number.keys().copied().collect::<Vec<_>>(),
-        [4]
-    );
+    assert_eq!(queue.rows.all.keys().copied().collect::<Vec<_>>(), [4]);
     requests(&mut queue, now);
     let later = now + SECOND;
     let probe = row(1, "a", Some("k"));
@@ -148,10 +142,7 @@ async fn rows_of_a_read_from_before_a_failure_are_read_again() {
     queue.published(1, &not_confirmed(), later);
     queue.answered(&read, later);
     queue.add(vec![row(3, "a", Some("k"))], later);
-    assert!(
-        queue.rows.by_number.is_empty(),
-        "row 3 would overtake row 2"
-    );
+    assert!(queue.rows.all.is_empty(), "row 3 would overtake row 2");
 }
 
 #[tokio::test]
@@ -160,7 +151,7 @@ async fn a_probe_that_an_operator_has_dropped_is_forgotten() {
     let mut queue = queue(vec![row(1, "a", None)], now);
     assert_eq!(begun(&mut queue), [1]);
     queue.published(1, &not_confirmed(), now);
-    assert!(queue.rows.by_number.is_empty());
+    assert!(queue.rows.all.is_empty());
     let later = now + SECOND;
     assert_eq!(read_again(&mut queue, Vec::new(), later), [1]);
     let read = queue.next_request(later);

@@ -40,28 +40,8 @@ struct QueuedMessage {
 /// The broker, librdkafka, and a member of the group.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct World {
-    /// The messages by offset; `None` is a transaction marker.
-    log: Vec<Option<u8>>,
-    /// The topic's id, which a recreation changes.
-    topic: u8,
-    next_message: u8,
-    /// The committed offset, and the topic in its metadata.
-    committed: (i64, u8),
-    requests: Vec<CommitRequest>,
-    /// The offsets of applied requests, in the order of the replies.
-    replies: Vec<i64>,
-    /// The offset that librdkafka fetches next.
-    fetch_position: i64,
-    /// The position that librdkafka reports; it does not decrease when the log is truncated.
-    reported_position: Option<i64>,
-    /// The reported position is from before the last assignment or seek.
-    is_position_stale: bool,
-    /// The offset that librdkafka commits later, and the topic in its metadata.
-    stored: Option<(i64, u8)>,
-    /// The offset that librdkafka takes for the committed one.
-    last_confirmed: i64,
-    /// The source has to tell the partition that librdkafka's position is wrong.
-    is_position_wrong: bool,
+    broker: PartitionAtBroker,
+    client: PartitionInClient,
     partition: Option<Partition>,
     last_epoch: u64,
     queued: Vec<QueuedMessage>,
@@ -73,6 +53,38 @@ struct World {
     /// nothing is in flight.
     is_commit_above_log: bool,
     faults: Faults,
+}
+
+/// The log at the broker, and the commits of the group.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct PartitionAtBroker {
+    /// The messages by offset; `None` is a transaction marker.
+    log: Vec<Option<u8>>,
+    /// The topic's id, which a recreation changes.
+    topic: u8,
+    next_message: u8,
+    /// The committed offset, and the topic in its metadata.
+    committed: (i64, u8),
+    requests: Vec<CommitRequest>,
+    /// The offsets of applied requests, in the order of the replies.
+    replies: Vec<i64>,
+}
+
+/// What librdkafka keeps of the partition.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct PartitionInClient {
+    /// The offset that it fetches next.
+    fetch_position: i64,
+    /// The position that it reports; it does not decrease when the log is truncated.
+    reported_position: Option<i64>,
+    /// The reported position is from before the last assignment or seek.
+    is_position_stale: bool,
+    /// The offset that it commits later, and the topic in its metadata.
+    stored: Option<(i64, u8)>,
+    /// The offset that it takes for the committed one.
+    last_confirmed: i64,
+    /// The source has to tell the partition that the position is wrong.
+    is_position_wrong: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,18 +122,15 @@ fn identity(topic: u8) -> TopicIdentity {
 impl World {
     fn new(log: &[Option<u8>], faults: Faults) -> Self {
         let mut world = Self {
-            log: log.to_vec(),
-            topic: 0,
-            next_message: 10,
-            committed: (0, 0),
-            requests: Vec::new(),
-            replies: Vec::new(),
-            fetch_position: 0,
-            reported_position: None,
-            is_position_stale: false,
-            stored: None,
-            last_confirmed: 0,
-            is_position_wrong: false,
+            broker: PartitionAtBroker {
+                log: log.to_vec(),
+                topic: 0,
+                next_message: 10,
+                committed: (0, 0),
+                requests: Vec::new(),
+                replies: Vec::new(),
+            },
+            client: PartitionInClient::default(),
             partition: None,
             last_epoch: 0,
             queued: Vec::new(),
@@ -136,27 +145,27 @@ impl World {
     }
 
     fn end(&self) -> i64 {
-        self.log.len() as i64
+        self.broker.log.len() as i64
     }
 
     fn assign(&mut self) {
         self.last_epoch += 1;
         let committed = CommittedOffset {
-            offset: self.committed.0,
-            identity: Some(identity(self.committed.1)),
+            offset: self.broker.committed.0,
+            identity: Some(identity(self.broker.committed.1)),
         };
-        let current = identity(self.topic);
+        let current = identity(self.broker.topic);
         // Without cluster ids a recreated topic looks like a mirrored one, so they are the same here.
         let start = if committed.identity.as_ref() == Some(&current) {
             StartPosition::from_committed(&committed, Some(&current))
         } else {
             StartPosition::Recreated
         };
-        self.fetch_position = start.offset().unwrap_or(LOG_START);
-        self.is_position_stale = self.reported_position.is_some();
-        self.stored = None;
-        self.last_confirmed = self.committed.0;
-        self.is_position_wrong = false;
+        self.client.fetch_position = start.offset().unwrap_or(LOG_START);
+        self.client.is_position_stale = self.client.reported_position.is_some();
+        self.client.stored = None;
+        self.client.last_confirmed = self.broker.committed.0;
+        self.client.is_position_wrong = false;
         let log = LogIdentity {
             identity: Some(current),
             position_ids: PositionIds::Unique,
@@ -167,13 +176,13 @@ impl World {
     fn end_assignment(&mut self) {
         self.partition = None;
         self.queued.clear();
-        self.stored = None;
-        self.is_position_wrong = false;
+        self.client.stored = None;
+        self.client.is_position_wrong = false;
         self.is_truncation_unnoticed = false;
         self.is_commit_above_log = false;
         // The coordinator refuses requests of a member that has left.
-        self.requests.clear();
-        self.replies.clear();
+        self.broker.requests.clear();
+        self.broker.replies.clear();
     }
 
     fn state(&self) -> Option<AssignmentState> {
@@ -199,12 +208,13 @@ impl World {
     }
 
     fn fetch(&mut self) {
-        let from = self.fetch_position as usize;
-        let next = (from..self.log.len()).find(|offset| self.log[*offset].is_some());
+        let from = self.client.fetch_position as usize;
+        let next = (from..self.broker.log.len()).find(|offset| self.broker.log[*offset].is_some());
         let position = next.map_or(self.end(), |offset| offset as i64 + 1);
-        self.fetch_position = position;
-        self.reported_position = self.reported_position.max(Some(position));
-        let Some((offset, message)) = next.and_then(|it| Some((it as i64, self.log[it]?))) else {
+        self.client.fetch_position = position;
+        self.client.reported_position = self.client.reported_position.max(Some(position));
+        let Some((offset, message)) = next.and_then(|it| Some((it as i64, self.broker.log[it]?)))
+        else {
             return;
         };
         let next_epoch = self.last_epoch + 1;
@@ -214,7 +224,7 @@ impl World {
                 cause: RestartCause::Truncated { .. },
                 ..
             } => {
-                self.is_position_wrong = true;
+                self.client.is_position_wrong = true;
                 Some(next_epoch)
             }
             _ => None,
@@ -227,15 +237,15 @@ impl World {
     }
 
     fn seek(&mut self, target: i64) {
-        self.fetch_position = target;
-        self.is_position_stale = self.reported_position.is_some();
+        self.client.fetch_position = target;
+        self.client.is_position_stale = self.client.reported_position.is_some();
         self.apply(PartitionEvent::Sought);
     }
 
     fn send_stored(&mut self) {
         let epoch = self.partition.as_ref().map(Partition::epoch);
-        if let (Some((offset, topic)), Some(epoch)) = (self.stored, epoch) {
-            self.requests.push(CommitRequest {
+        if let (Some((offset, topic)), Some(epoch)) = (self.client.stored, epoch) {
+            self.broker.requests.push(CommitRequest {
                 epoch,
                 offset,
                 topic,
@@ -245,19 +255,19 @@ impl World {
 
     /// The offset that librdkafka will commit by itself.
     fn pending_stored(&self) -> Option<i64> {
-        let (offset, _) = self.stored?;
-        let requests = self.requests.iter().map(|it| it.offset);
+        let (offset, _) = self.client.stored?;
+        let requests = self.broker.requests.iter().map(|it| it.offset);
         let is_sent = requests
-            .chain(self.replies.iter().copied())
+            .chain(self.broker.replies.iter().copied())
             .any(|it| it == offset);
-        (offset > self.last_confirmed && !is_sent).then_some(offset)
+        (offset > self.client.last_confirmed && !is_sent).then_some(offset)
     }
 
     /// Whether every message below the committed offset is handled.
     fn is_commit_safe(&self) -> bool {
-        let (offset, topic) = self.committed;
-        let skipped = self.log.iter().take(offset as usize).flatten();
-        topic != self.topic || skipped.into_iter().all(|it| self.handled.contains(it))
+        let (offset, topic) = self.broker.committed;
+        let skipped = self.broker.log.iter().take(offset as usize).flatten();
+        topic != self.broker.topic || skipped.into_iter().all(|it| self.handled.contains(it))
     }
 
     /// Whether librdkafka, the broker and the partition have nothing to do before another message is
@@ -266,19 +276,19 @@ impl World {
         let Some(partition) = &self.partition else {
             return false;
         };
-        self.requests.is_empty()
-            && self.replies.is_empty()
-            && !self.is_position_wrong
+        self.broker.requests.is_empty()
+            && self.broker.replies.is_empty()
+            && !self.client.is_position_wrong
             && self.pending_stored().is_none()
             && partition.state() == AssignmentState::Active
             && !self.is_recreation_unnoticed()
-            && self.fetch_position >= self.end()
+            && self.client.fetch_position >= self.end()
             && partition.clone().apply(PartitionEvent::CommitDue(*NOW)) == PartitionAction::Nothing
     }
 
     fn is_recreation_unnoticed(&self) -> bool {
         let partition = self.partition.as_ref();
-        partition.is_some_and(|it| it.is_outdated(Some(&identity(self.topic))))
+        partition.is_some_and(|it| it.is_outdated(Some(&identity(self.broker.topic))))
     }
 }
 
@@ -302,14 +312,14 @@ impl Model for PartitionInterleavings {
         );
         let is_assigned = world.partition.is_some();
         let pending_seek = world.partition.as_ref().and_then(Partition::pending_seek);
-        offer(world.is_position_stale, Step::ClearPosition);
+        offer(world.client.is_position_stale, Step::ClearPosition);
         offer(
-            is_read && !world.is_position_stale && world.fetch_position < world.end(),
+            is_read && !world.client.is_position_stale && world.client.fetch_position < world.end(),
             Step::Fetch,
         );
         offer(is_active, Step::ReportPosition);
         offer(
-            is_active && world.is_position_wrong,
+            is_active && world.client.is_position_wrong,
             Step::ReportWrongPosition,
         );
         offer(pending_seek.is_some(), Step::Seek);
@@ -320,23 +330,23 @@ impl Model for PartitionInterleavings {
         }
         offer(is_assigned, Step::CommitDue);
         offer(world.pending_stored().is_some(), Step::CommitStored);
-        for (index, request) in world.requests.iter().enumerate() {
+        for (index, request) in world.broker.requests.iter().enumerate() {
             // A retried request may be applied after those of a later assignment, but librdkafka repeats
             // those of one assignment in order.
-            let mut before = world.requests[..index].iter();
+            let mut before = world.broker.requests[..index].iter();
             let is_next = before.all(|it| it.epoch != request.epoch);
             offer(is_next, Step::ApplyCommit(index));
             offer(faults.failed_commits > 0, Step::FailCommit(index));
         }
-        offer(!world.replies.is_empty(), Step::ConfirmCommit);
+        offer(!world.broker.replies.is_empty(), Step::ConfirmCommit);
         offer(
-            !world.replies.is_empty() && faults.failed_commits > 0,
+            !world.broker.replies.is_empty() && faults.failed_commits > 0,
             Step::LoseReply,
         );
         // A seek has no leader epoch, so librdkafka would not find a truncation just before it.
-        let is_found = !world.is_position_wrong && pending_seek.is_none();
+        let is_found = !world.client.is_position_wrong && pending_seek.is_none();
         if faults.truncations > 0 && is_assigned && is_found && !world.is_recreation_unnoticed() {
-            (0..world.log.len()).for_each(|length| offer(true, Step::Truncate(length)));
+            (0..world.broker.log.len()).for_each(|length| offer(true, Step::Truncate(length)));
         }
         offer(faults.recreations > 0, Step::Recreate);
         offer(
@@ -349,8 +359,8 @@ impl Model for PartitionInterleavings {
         offer(faults.rebalances > 0 && is_read && may_end, Step::Revoke);
         offer(
             world.state() == Some(AssignmentState::Revoking)
-                && world.requests.is_empty()
-                && world.replies.is_empty(),
+                && world.broker.requests.is_empty()
+                && world.broker.replies.is_empty(),
             Step::EndAssignment,
         );
         offer(faults.crashes > 0 && is_assigned && may_end, Step::Crash);
@@ -362,14 +372,16 @@ impl Model for PartitionInterleavings {
         match step {
             Step::Fetch => world.fetch(),
             Step::ReportPosition => {
-                world.apply(PartitionEvent::PositionReported(world.reported_position));
+                world.apply(PartitionEvent::PositionReported(
+                    world.client.reported_position,
+                ));
             }
             Step::ClearPosition => {
-                world.is_position_stale = false;
-                world.reported_position = None;
+                world.client.is_position_stale = false;
+                world.client.reported_position = None;
             }
             Step::ReportWrongPosition => {
-                world.is_position_wrong = false;
+                world.client.is_position_wrong = false;
                 if let PartitionAction::Seek(target) =
                     world.apply(PartitionEvent::PositionWrong { fallback: None })
                 {
@@ -415,7 +427,7 @@ impl Model for PartitionInterleavings {
                 {
                     let partition = world.partition.as_ref()?;
                     let topic = partition.log().identity.as_ref()?.topic_id.parse().ok()?;
-                    world.stored = Some((offset, topic));
+                    world.client.stored = Some((offset, topic));
                     if mode == OffsetCommitMode::Immediate {
                         world.send_stored();
                     }
@@ -423,46 +435,49 @@ impl Model for PartitionInterleavings {
             }
             Step::CommitStored => world.send_stored(),
             Step::ApplyCommit(index) => {
-                let request = world.requests.remove(index);
-                world.committed = (request.offset, request.topic);
-                world.replies.push(request.offset);
+                let request = world.broker.requests.remove(index);
+                world.broker.committed = (request.offset, request.topic);
+                world.broker.replies.push(request.offset);
             }
             Step::ConfirmCommit => {
-                let offset = world.replies.remove(0);
-                world.last_confirmed = offset;
+                let offset = world.broker.replies.remove(0);
+                world.client.last_confirmed = offset;
                 world.apply(PartitionEvent::CommitConfirmed(offset));
             }
             Step::FailCommit(index) => {
                 world.faults.failed_commits -= 1;
-                world.requests.remove(index);
+                world.broker.requests.remove(index);
                 world.apply(PartitionEvent::CommitFailed { retry_at: *NOW });
             }
             Step::LoseReply => {
                 world.faults.failed_commits -= 1;
-                world.replies.remove(0);
+                world.broker.replies.remove(0);
                 world.apply(PartitionEvent::CommitFailed { retry_at: *NOW });
             }
             Step::Truncate(length) => {
                 world.faults.truncations -= 1;
-                world.log.truncate(length);
-                world.log.push(Some(world.next_message));
-                world.next_message += 1;
+                world.broker.log.truncate(length);
+                world.broker.log.push(Some(world.broker.next_message));
+                world.broker.next_message += 1;
                 // librdkafka finds the end of the log by the leader epoch.
-                world.fetch_position = world.fetch_position.min(length as i64);
+                world.client.fetch_position = world.client.fetch_position.min(length as i64);
                 let position = world.partition.as_ref().and_then(Partition::position);
                 world.is_truncation_unnoticed |= position > Some(length as i64);
                 world.is_commit_above_log |=
-                    world.is_truncation_unnoticed || world.committed.0 > length as i64;
+                    world.is_truncation_unnoticed || world.broker.committed.0 > length as i64;
             }
             Step::Recreate => {
                 world.faults.recreations -= 1;
-                world.topic += 1;
-                world.log = vec![Some(world.next_message), Some(world.next_message + 1)];
-                world.next_message += 2;
+                world.broker.topic += 1;
+                world.broker.log = vec![
+                    Some(world.broker.next_message),
+                    Some(world.broker.next_message + 1),
+                ];
+                world.broker.next_message += 2;
             }
             Step::NoticeRecreation => {
                 let event = PartitionEvent::TopicRecreated {
-                    identity: Some(identity(world.topic)),
+                    identity: Some(identity(world.broker.topic)),
                     next_epoch: world.last_epoch + 1,
                 };
                 world.apply(event);
@@ -491,17 +506,17 @@ impl Model for PartitionInterleavings {
                 let committable = world.partition.as_ref().and_then(Partition::committable);
                 !world.is_quiet()
                     || (world.is_commit_safe()
-                        && world.committed.0 <= world.end()
-                        && committable.is_none_or(|it| world.committed.0 == it))
+                        && world.broker.committed.0 <= world.end()
+                        && committable.is_none_or(|it| world.broker.committed.0 == it))
             }),
             Property::always("every message is handed out", |_, world: &World| {
                 let is_done =
                     world.is_quiet() && world.queued.is_empty() && world.handed_out.is_empty();
-                let messages = world.log.iter().flatten();
+                let messages = world.broker.log.iter().flatten();
                 !is_done || messages.into_iter().all(|it| world.handled.contains(it))
             }),
             Property::sometimes("all messages are committed", |_, world: &World| {
-                world.is_quiet() && world.committed.0 == world.end()
+                world.is_quiet() && world.broker.committed.0 == world.end()
             }),
         ]
     }
