@@ -34,6 +34,8 @@ struct MarkerTables {
     done: DoneLog,
     /// The number of open markers at which `expire` scans them next.
     sweep_at: usize,
+    /// Empty between batches, whose keys use its memory again.
+    keys: Vec<KeyHash>,
 }
 
 /// The longest expiry, so that no clock overflows.
@@ -99,16 +101,20 @@ impl Store for MemoryStore {
         let mut tables = self.0.lock();
         let now = tables.now();
         tables.expire(now);
-        let keys: Vec<KeyHash> = operations
-            .iter()
-            .map(|operation| tables.hasher.hash(&operation.key))
-            .collect();
+        let mut keys = std::mem::take(&mut tables.keys);
+        keys.extend(
+            operations
+                .iter()
+                .map(|operation| tables.hasher.hash(&operation.key)),
+        );
         tables.done.prefetch(&keys);
-        operations
+        let verdicts = operations
             .iter()
-            .zip(keys)
+            .zip(keys.drain(..))
             .map(|(operation, key)| Ok(tables.apply(operation, key, now)))
-            .collect()
+            .collect();
+        tables.keys = keys; // keeps the allocation
+        verdicts
     }
 
     fn described(&self) -> String {
@@ -130,6 +136,7 @@ impl Default for MarkerTables {
             open: HashTable::new(),
             done: DoneLog::default(),
             sweep_at: 0,
+            keys: Vec::new(),
         }
     }
 }
