@@ -157,37 +157,31 @@ impl MarkerTables {
             Entry::Vacant(_) => read_done(done, now),
         };
         let (change, verdict) = apply(marker, Age::Of(age), operation);
-        let write = match change {
-            Change::Keep => return verdict,
-            Change::Delete => None,
-            Change::Write(marker, horizon) => {
-                Some((marker, now.saturating_add(nanoseconds(horizon))))
-            }
-        };
-        if done.is_some() {
+        if done.is_some() && !matches!(change, Change::Keep) {
             self.done.forget(key);
         }
-        match (write, entry) {
-            (Some((Marker::Done(fingerprint), expires)), entry) => {
+        let expires = |horizon| now.saturating_add(nanoseconds(horizon));
+        match (change, entry) {
+            (Change::Write(Marker::Done(fingerprint), horizon), entry) => {
                 if let Entry::Occupied(open) = entry {
                     open.remove();
                 }
                 let done = DoneMarker {
                     fingerprint,
-                    expires,
+                    expires: expires(horizon),
                 };
                 self.done.write(key, done);
             }
-            (Some((marker, expires)), entry) => {
+            (Change::Write(marker, horizon), entry) => {
                 entry.insert(OpenMarker {
                     key,
                     marker,
                     written: now,
-                    expires,
+                    expires: expires(horizon),
                 });
             }
-            (None, Entry::Occupied(open)) => drop(open.remove()),
-            (None, Entry::Vacant(_)) => {}
+            (Change::Delete, Entry::Occupied(open)) => drop(open.remove()),
+            (Change::Delete, Entry::Vacant(_)) | (Change::Keep, _) => {}
         }
         verdict
     }
