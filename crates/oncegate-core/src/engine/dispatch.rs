@@ -22,8 +22,8 @@ use crate::fault;
 use crate::id::{IdError, MessageId};
 use crate::in_flight::InFlight;
 use crate::lifecycle::{
-    Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Policy, Settlement,
-    Stage,
+    Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Policy, ProofKind,
+    Settlement, Stage,
 };
 use crate::marker::{Attempts, Operation, OperationKind, Terms, Verdict};
 use crate::message::Message;
@@ -55,25 +55,21 @@ impl Engine {
         );
         let bytes = delivery.message.size();
         let ordering_key = self.intake.ordering_key(&delivery);
-        let (arrival, id, id_error) = match id {
-            Ok(id) => (Event::Arrived, Some(id), None),
-            Err(IdError::Missing) => (Event::NoId, None, Some(self.id.missing_text())),
-            Err(IdError::Unusable(error)) => (Event::UnusableId, None, Some(error)),
+        let (arrival, id_error) = match &id {
+            Ok(_) => (Event::Arrived, None),
+            Err(IdError::Missing) => (Event::NoId, Some(self.id.missing_text())),
+            Err(IdError::Unusable(error)) => (Event::UnusableId, Some(error.clone())),
         };
         let shared = self.intake.share(SharedDelivery {
-            id,
+            id: id.ok(),
             message: Some(delivery.message),
             terms,
             failures: delivery.failures,
             attempt: 0,
             lease: None,
         });
-        let mut in_flight = InFlight::new(shared, delivery.receipt, history);
-        if id_error.is_some() {
-            in_flight.update_failures(|failure_history| failure_history.first_error = id_error);
-        }
         let (slot, key_state) = self.intake.insert(InFlightEntry {
-            in_flight,
+            in_flight: InFlight::new(shared, delivery.receipt, history),
             arrival,
             occupancy: Occupancy::InFlight,
             counted: Phase::OtherInFlight,
@@ -87,6 +83,13 @@ impl Engine {
             generation: 0,
             bytes,
         });
+        if id_error.is_some()
+            && let Some(entry) = self.intake.at_mut(slot)
+        {
+            entry
+                .in_flight
+                .update_failures(|failure_history| failure_history.first_error = id_error);
+        }
         if key_state == KeyState::Acquired && !self.claim_at_once(slot) {
             self.admit(slot);
         }
@@ -465,26 +468,28 @@ impl Engine {
     /// the end of this iteration.
     #[inline]
     fn settle_delivery(&mut self, slot: Slot, settlement: Settlement) {
-        let without_store = matches!(&settlement, Settlement::Accept(proof) if proof.as_str() == "passed_without_store");
-        if without_store {
+        if let Settlement::Accept(proof) = &settlement
+            && proof.kind() == ProofKind::PassedWithoutStore
+        {
             self.record_completion_later(slot);
         }
-        let (policy, into, leases) = (&self.policy, &mut self.settled, &mut self.leases);
+        let (policy, leases, now) = (&self.policy, &mut self.leases, self.clock.boot);
+        let (reporter, source, into) = (&mut self.reporter, &self.source, &mut self.settled);
         let removed = self.intake.remove(slot, |entry| {
             entry.task = None;
             if entry.has_lease {
                 leases.unregister(slot);
             }
-            let in_flight = &mut entry.in_flight;
-            in_flight.settle_in_place(settlement, policy, into);
-            (in_flight.shared().clone(), entry.arrived)
+            into.push(entry.in_flight.settle_in_place(settlement, policy));
+            let (shared, after) = (entry.in_flight.shared(), entry.arrived.elapsed_at(now));
+            if let Some(settled) = into.last() {
+                reporter.settled(settled, shared, after, |reason| {
+                    source.destination(&settled.delivery.message.origin, reason)
+                });
+            }
+            shared.clone()
         });
-        if let (Some((shared, arrived)), Some(settled)) = (removed, self.settled.last()) {
-            let after = arrived.elapsed_at(self.clock.boot);
-            let source = &self.source;
-            self.reporter.settled(settled, &shared, after, |reason| {
-                source.destination(&settled.delivery.message.origin, reason)
-            });
+        if let Some(shared) = removed {
             self.intake.recycle(shared);
         }
     }
