@@ -105,30 +105,29 @@ impl Engine {
     /// The id and the terms of a message. The user's functions for the id and the fingerprint run
     /// here: if one panics, the id is unusable.
     fn identify(&self, message: &Message) -> (Result<MessageId, IdError>, Terms) {
-        let lease = self.leases.duration();
-        let read = || {
-            let terms = self.settings.terms(message);
-            (self.id.read(message), Terms { lease, ..terms })
-        };
-        catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|panic| {
+        let Settings {
+            guarantee,
+            dedup_window: window,
+            ref fingerprints,
+            ..
+        } = self.settings;
+        let read = || (fingerprints.of(message, guarantee), self.id.read(message));
+        let caught = catch_unwind(AssertUnwindSafe(read));
+        let (fingerprint, id) = caught.unwrap_or_else(|panic| {
             let error = format!(
                 "the function that reads the id or the fingerprint {}",
                 panic_text(panic)
             );
             tracing::error!(origin = %message.origin, "{error}");
-            let Settings {
-                guarantee,
-                dedup_window: window,
-                ..
-            } = self.settings;
-            let terms = Terms {
-                guarantee,
-                lease,
-                window,
-                fingerprint: None,
-            };
-            (Err(IdError::Unusable(error)), terms)
-        })
+            (None, Err(IdError::Unusable(error)))
+        });
+        let terms = Terms {
+            guarantee,
+            lease: self.leases.duration(),
+            window,
+            fingerprint,
+        };
+        (id, terms)
     }
 
     /// The fast path of [`admit`](Self::admit): a delivery with an id claims it. Returns whether
@@ -140,7 +139,7 @@ impl Engine {
         }
         let (policy, tokens) = (&self.policy, &mut self.tokens);
         let claimed = self.intake.update(slot, |entry| {
-            if entry.arrival != Event::Arrived {
+            if !matches!(entry.arrival, Event::Arrived) {
                 return false;
             }
             let driver = entry.in_flight.driver_mut();
@@ -688,10 +687,11 @@ fn after_run(
     policy: &Policy,
     event: Event,
 ) -> Result<DriverCommand, Event> {
-    let done = Event::Returned(Outcome::Done);
     let apply = |action: &Action| matches!(action, Action::Apply);
     let driver = entry.in_flight.driver_mut();
-    if event == done && driver.handle_expected(done, policy, apply).is_some() {
+    if let done @ Event::Returned(Outcome::Done) = event
+        && driver.handle_expected(done, policy, apply).is_some()
+    {
         Ok(DriverCommand::Apply)
     } else {
         Err(event)
