@@ -8,6 +8,7 @@ use crate::source::headers;
 /// The time since the message's own timestamp, or since its first copy was received (the header
 /// `oncegate-first-seen`), whichever is longer. Ignores a time in the future. `None` without
 /// either.
+#[inline]
 pub(crate) fn age(message: &Message, now: SystemTime) -> Option<Duration> {
     let first_seen = message
         .headers
