@@ -28,19 +28,23 @@ impl BootTime {
     }
 
     /// The time from `now` until this time; zero if this time has passed.
+    #[inline]
     pub(crate) fn remaining_at(self, now: Self) -> Duration {
         Duration::from_micros(self.0.saturating_sub(now.0))
     }
 
     /// The time from this time until `now`; zero if this time is in the future.
+    #[inline]
     pub(crate) fn elapsed_at(self, now: Self) -> Duration {
         now.remaining_at(self)
     }
 
+    #[inline]
     pub(crate) fn as_micros(self) -> u64 {
         self.0
     }
 
+    #[inline]
     pub(crate) fn from_micros(micros: u64) -> Self {
         Self(micros)
     }
@@ -49,6 +53,7 @@ impl BootTime {
 impl Add<Duration> for BootTime {
     type Output = Self;
 
+    #[inline]
     fn add(self, duration: Duration) -> Self {
         Self(
             self.0

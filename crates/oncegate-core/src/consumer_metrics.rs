@@ -83,16 +83,19 @@ impl ConsumerMetrics {
     }
 
     /// Records that a handler or `reconcile` ended after this time.
+    #[inline]
     pub(crate) fn handled(&self, after: Duration) {
         self.handle.record(after);
     }
 
     /// Records that an id was recorded as done, this long after its claim was sent.
+    #[inline]
     pub(crate) fn completed(&self, after: Duration) {
         self.lease_age.record(after);
     }
 
     /// Records that a delivery was settled, this long after it was received.
+    #[inline]
     pub(crate) fn settled(&self, after: Duration) {
         self.delivery.record(after);
     }

@@ -53,7 +53,7 @@ use crate::readiness::{NotReadyOnDrop, ReadinessState};
 use crate::run::Runner;
 use crate::settings::Settings;
 use crate::slots::Slot;
-use crate::source::{Incoming, QueueLevel, Settled, Source};
+use crate::source::{Incoming, Limit, QueueLevel, Settled, Source};
 use crate::store::Store;
 
 /// One running consumer: its parts, and the events and settlements that they exchange.
@@ -188,7 +188,8 @@ impl Engine {
     /// that returns one message at a time are batched, too.
     async fn receive_ready(&mut self, incoming: &mut Vec<Incoming>) {
         loop {
-            if !incoming.is_empty() {
+            let any_received = !incoming.is_empty();
+            if any_received {
                 self.read_clocks();
             }
             for received in incoming.drain(..) {
@@ -201,6 +202,9 @@ impl Engine {
                 return;
             }
             let limit = self.intake.receive_limit();
+            if any_received && limit == Limit::NOTHING {
+                return; // the next call, for revocations alone, is that of `wait`
+            }
             match self.source.receive(limit, incoming).now_or_never() {
                 None => return,
                 Some(Ok(())) if incoming.is_empty() => return,
@@ -288,7 +292,8 @@ impl Engine {
                 None => self.begin_drain(Some(Error::Renewals)).await,
             },
             () = sleep => {}
-            received = self.source.receive(limit, incoming), if receiving => {
+            // In a block, which calls `receive` only if nothing else is ready.
+            received = async { self.source.receive(limit, incoming).await }, if receiving => {
                 if let Err(error) = received {
                     self.begin_drain(Some(error.into())).await;
                 }

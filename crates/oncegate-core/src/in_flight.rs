@@ -48,40 +48,29 @@ impl InFlight {
     /// Turns the delivery and its settlement into what
     /// [`Source::settle`](crate::source::Source::settle) consumes.
     pub fn settle(mut self, settlement: Settlement, policy: &Policy) -> Settled {
-        let mut settled = Vec::with_capacity(1);
-        self.settle_in_place(settlement, policy, &mut settled);
-        settled.remove(0)
+        self.settle_in_place(settlement, policy)
     }
 
-    /// As [`settle`](Self::settle), but appends the result to `into` and does not consume `self`,
-    /// because moving a delivery would copy it several times; the caller drops it. Moves the
-    /// message out of the shared record, or copies it if a handler kept its context.
+    /// As [`settle`](Self::settle), but does not consume `self`, because moving a delivery would
+    /// copy it; the caller drops it. Moves the message out of the shared record, or copies it if a
+    /// handler kept its context.
     #[inline(always)]
-    pub(crate) fn settle_in_place(
-        &mut self,
-        settlement: Settlement,
-        policy: &Policy,
-        into: &mut Vec<Settled>,
-    ) {
+    pub(crate) fn settle_in_place(&mut self, settlement: Settlement, policy: &Policy) -> Settled {
         let (receipt, failures) = (self.receipt.take(), self.shared.failures);
         let failure_history = match settlement {
             Settlement::Reject(reason) => Some(self.complete_failure_history(reason, policy)),
             Settlement::Accept(_) | Settlement::Release { .. } => None,
         };
-        let own = Arc::get_mut(&mut self.shared);
-        let message = match own.and_then(|own| own.message.take()) {
-            Some(message) => message,
-            None => copy_of_message(&self.shared),
-        };
-        into.push(Settled {
+        let message = self.shared_mut().message.take();
+        Settled {
             delivery: Delivery {
-                message,
+                message: message.expect("a delivery is settled once"),
                 receipt,
                 failures,
             },
             settlement,
             failure_history,
-        });
+        }
     }
 
     /// Completes the failure history of a rejected delivery with its id and its counts.
@@ -170,12 +159,6 @@ impl InFlight {
     pub fn update_failures(&mut self, write: impl FnOnce(&mut FailureHistory)) {
         write(self.failure_history.get_or_insert_default());
     }
-}
-
-/// A copy of the message of a delivery whose handler kept its context.
-#[cold]
-fn copy_of_message(shared: &SharedDelivery) -> Message {
-    shared.message.clone().unwrap_or_default()
 }
 
 #[cfg(test)]

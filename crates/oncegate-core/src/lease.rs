@@ -50,6 +50,7 @@ impl Lease {
     }
 
     /// Sets the time until which the lease may be renewed.
+    #[inline]
     pub(crate) fn allow_renewals_until(&self, renew_until: BootTime) {
         self.renew_until
             .store(renew_until.as_micros(), Ordering::Release);
@@ -65,6 +66,7 @@ impl Lease {
     }
 
     /// Whether the lease has not ended at this time.
+    #[inline]
     pub(crate) fn is_live(&self, now: BootTime) -> bool {
         now < self.deadline()
     }
@@ -74,6 +76,7 @@ impl Lease {
         self.deadline().remaining_at(BootTime::now())
     }
 
+    #[inline]
     fn deadline(&self) -> BootTime {
         BootTime::from_micros(self.deadline.load(Ordering::Acquire))
     }

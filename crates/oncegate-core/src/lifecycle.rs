@@ -17,7 +17,7 @@ pub(crate) use action::Action;
 pub(crate) use event::{Event, Outcome};
 pub use policy::Outage;
 pub(crate) use policy::{Isolation, Policy};
-use settlement::ProofKind;
+pub(crate) use settlement::ProofKind;
 pub use settlement::{Proof, Reason, Settlement};
 pub use stage::DoubtCause;
 pub(crate) use stage::{
@@ -333,6 +333,7 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
 /// this process may have a resolution of milliseconds.
 const CLOCK_MARGIN: Duration = Duration::from_millis(2);
 
+#[inline(always)]
 fn granted(grant: Grant, history: History, policy: &Policy) -> (Stage, Action) {
     if policy.has_too_many_crashes(grant.attempts) {
         return rejecting(grant, Reason::CrashesSpent, Effect::Nothing);

@@ -108,6 +108,7 @@ pub enum Age {
 }
 
 /// Decides how an operation changes the marker under its key, and which verdict the operation gets.
+#[inline]
 pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     use {Change::*, Marker::*};
     let Operation { kind, terms, .. } = operation;

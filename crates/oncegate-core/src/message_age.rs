@@ -8,6 +8,7 @@ use crate::source::first_seen_header;
 /// The time since the message's own timestamp, or since its first copy was received (the header
 /// `oncegate-first-seen`), whichever is longer. Ignores a time in the future. `None` without
 /// either.
+#[inline]
 pub(crate) fn age(message: &Message, now: SystemTime) -> Option<Duration> {
     let first_seen = first_seen_header(message)
         .and_then(|ms| SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms)));

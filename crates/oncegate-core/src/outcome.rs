@@ -2,7 +2,7 @@
 
 use metrics::{Counter, counter};
 
-use crate::lifecycle::{Event, Outcome, Settlement};
+use crate::lifecycle::{Event, Outcome, ProofKind, Settlement};
 use crate::marker::{Attempts, Finding, Verdict};
 
 /// `oncegate_deliveries_total{outcome=…}`: the verdicts for deliveries, the results of their runs,
@@ -77,12 +77,13 @@ impl Outcomes {
     }
 
     /// Counts a settlement, or a release that the consumer executes itself as a delay.
+    #[inline]
     pub(crate) fn settled(&self, settlement: &Settlement) {
         match settlement {
-            Settlement::Accept(proof) => match proof.as_str() {
-                "duplicate" => self.duplicate.increment(1),
-                "passed_without_store" => self.passed_without_store.increment(1),
-                _ => self.completed.increment(1),
+            Settlement::Accept(proof) => match proof.kind() {
+                ProofKind::Duplicate => self.duplicate.increment(1),
+                ProofKind::PassedWithoutStore => self.passed_without_store.increment(1),
+                ProofKind::Completed | ProofKind::Resolved => self.completed.increment(1),
             },
             Settlement::Release { .. } => self.released.increment(1),
             Settlement::Reject(reason) if reason.is_in_doubt() => self.in_doubt.increment(1),

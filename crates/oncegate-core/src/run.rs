@@ -58,6 +58,7 @@ impl RunResult {
         )
     }
 
+    #[inline]
     fn ended(event: Event, error: Option<String>, span: Option<&Span>) -> Self {
         if let Some(span) = span {
             span.record("outcome", tracing::field::debug(&event));

@@ -7,7 +7,7 @@ use crate::defaults;
 use crate::error::Error;
 use crate::id::{IdSource, Scope};
 use crate::lifecycle::{Outage, Policy};
-use crate::marker::{Fingerprint, Guarantee, Terms};
+use crate::marker::{Fingerprint, Guarantee};
 use crate::message::Message;
 use crate::readiness::Readiness;
 use crate::source::Order;
@@ -381,17 +381,6 @@ impl Settings {
         self.lease
             .saturating_mul(2)
             .saturating_add(run_and_pause.saturating_mul(retries.saturating_add(1)))
-    }
-
-    /// The terms of a claim.
-    pub(crate) fn terms(&self, message: &Message) -> Terms {
-        let fingerprint = self.fingerprints.of(message, self.guarantee);
-        Terms {
-            guarantee: self.guarantee,
-            lease: self.lease,
-            window: self.dedup_window,
-            fingerprint,
-        }
     }
 
     /// The maximum age of a message that counts as new if the store does not know its id.

@@ -43,7 +43,12 @@ macro_rules! message_span {
 /// span.
 #[inline]
 pub(crate) fn if_enabled(span: impl FnOnce() -> Span) -> Option<Box<Span>> {
-    (LevelFilter::current() >= LevelFilter::DEBUG).then(|| Box::new(span()))
+    (LevelFilter::current() >= LevelFilter::DEBUG).then(|| boxed(span))
+}
+
+#[cold]
+fn boxed(span: impl FnOnce() -> Span) -> Box<Span> {
+    Box::new(span())
 }
 
 /// The span of one run of the handler.

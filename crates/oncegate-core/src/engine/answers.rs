@@ -80,8 +80,8 @@ impl Engine {
         self.reporter.metrics.answered(&batch.operations, took);
         let summary = self.record_answers(&batch);
         self.record_store_state(&batch, summary);
-        for (index, answer) in batch.answers.iter().enumerate() {
-            match batch.slots[index] {
+        for (index, (slot, answer)) in batch.slots.iter().zip(&batch.answers).enumerate() {
+            match *slot {
                 Some(slot) => match *answer {
                     Ok(Verdict::Granted(attempts)) => self.on_granted(slot, attempts),
                     Ok(Verdict::Done { marker_lost }) => self.on_done(slot, marker_lost),

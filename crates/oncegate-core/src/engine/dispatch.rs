@@ -22,8 +22,8 @@ use crate::fault;
 use crate::id::{IdError, MessageId};
 use crate::in_flight::InFlight;
 use crate::lifecycle::{
-    Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Policy, Settlement,
-    Stage,
+    Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Policy, ProofKind,
+    Settlement, Stage,
 };
 use crate::marker::{Attempts, Operation, OperationKind, Terms, Verdict};
 use crate::message::Message;
@@ -55,25 +55,21 @@ impl Engine {
         );
         let bytes = delivery.message.size();
         let ordering_key = self.intake.ordering_key(&delivery);
-        let (arrival, id, id_error) = match id {
-            Ok(id) => (Event::Arrived, Some(id), None),
-            Err(IdError::Missing) => (Event::NoId, None, Some(self.id.missing_text())),
-            Err(IdError::Unusable(error)) => (Event::UnusableId, None, Some(error)),
+        let (arrival, id_error) = match &id {
+            Ok(_) => (Event::Arrived, None),
+            Err(IdError::Missing) => (Event::NoId, Some(self.id.missing_text())),
+            Err(IdError::Unusable(error)) => (Event::UnusableId, Some(error.clone())),
         };
         let shared = self.intake.share(SharedDelivery {
-            id,
+            id: id.ok(),
             message: Some(delivery.message),
             terms,
             failures: delivery.failures,
             attempt: 0,
             lease: None,
         });
-        let mut in_flight = InFlight::new(shared, delivery.receipt, history);
-        if id_error.is_some() {
-            in_flight.update_failures(|failure_history| failure_history.first_error = id_error);
-        }
         let (slot, key_state) = self.intake.insert(InFlightEntry {
-            in_flight,
+            in_flight: InFlight::new(shared, delivery.receipt, history),
             arrival,
             occupancy: Occupancy::InFlight,
             counted: Phase::OtherInFlight,
@@ -87,6 +83,13 @@ impl Engine {
             generation: 0,
             bytes,
         });
+        if id_error.is_some()
+            && let Some(entry) = self.intake.at_mut(slot)
+        {
+            entry
+                .in_flight
+                .update_failures(|failure_history| failure_history.first_error = id_error);
+        }
         if key_state == KeyState::Acquired && !self.claim_at_once(slot) {
             self.admit(slot);
         }
@@ -102,30 +105,29 @@ impl Engine {
     /// The id and the terms of a message. The user's functions for the id and the fingerprint run
     /// here: if one panics, the id is unusable.
     fn identify(&self, message: &Message) -> (Result<MessageId, IdError>, Terms) {
-        let lease = self.leases.duration();
-        let read = || {
-            let terms = self.settings.terms(message);
-            (self.id.read(message), Terms { lease, ..terms })
-        };
-        catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|panic| {
+        let Settings {
+            guarantee,
+            dedup_window: window,
+            ref fingerprints,
+            ..
+        } = self.settings;
+        let read = || (fingerprints.of(message, guarantee), self.id.read(message));
+        let caught = catch_unwind(AssertUnwindSafe(read));
+        let (fingerprint, id) = caught.unwrap_or_else(|panic| {
             let error = format!(
                 "the function that reads the id or the fingerprint {}",
                 panic_text(panic)
             );
             tracing::error!(origin = %message.origin, "{error}");
-            let Settings {
-                guarantee,
-                dedup_window: window,
-                ..
-            } = self.settings;
-            let terms = Terms {
-                guarantee,
-                lease,
-                window,
-                fingerprint: None,
-            };
-            (Err(IdError::Unusable(error)), terms)
-        })
+            (None, Err(IdError::Unusable(error)))
+        });
+        let terms = Terms {
+            guarantee,
+            lease: self.leases.duration(),
+            window,
+            fingerprint,
+        };
+        (id, terms)
     }
 
     /// The fast path of [`admit`](Self::admit): a delivery with an id claims it. Returns whether
@@ -137,7 +139,7 @@ impl Engine {
         }
         let (policy, tokens) = (&self.policy, &mut self.tokens);
         let claimed = self.intake.update(slot, |entry| {
-            if entry.arrival != Event::Arrived {
+            if !matches!(entry.arrival, Event::Arrived) {
                 return false;
             }
             let driver = entry.in_flight.driver_mut();
@@ -465,26 +467,28 @@ impl Engine {
     /// the end of this iteration.
     #[inline]
     fn settle_delivery(&mut self, slot: Slot, settlement: Settlement) {
-        let without_store = matches!(&settlement, Settlement::Accept(proof) if proof.as_str() == "passed_without_store");
-        if without_store {
+        if let Settlement::Accept(proof) = &settlement
+            && proof.kind() == ProofKind::PassedWithoutStore
+        {
             self.record_completion_later(slot);
         }
-        let (policy, into, leases) = (&self.policy, &mut self.settled, &mut self.leases);
+        let (policy, leases, now) = (&self.policy, &mut self.leases, self.clock.boot);
+        let (reporter, source, into) = (&mut self.reporter, &self.source, &mut self.settled);
         let removed = self.intake.remove(slot, |entry| {
             entry.task = None;
             if entry.has_lease {
                 leases.unregister(slot);
             }
-            let in_flight = &mut entry.in_flight;
-            in_flight.settle_in_place(settlement, policy, into);
-            (in_flight.shared().clone(), entry.arrived)
+            into.push(entry.in_flight.settle_in_place(settlement, policy));
+            let (shared, after) = (entry.in_flight.shared(), entry.arrived.elapsed_at(now));
+            if let Some(settled) = into.last() {
+                reporter.settled(settled, shared, after, |reason| {
+                    source.destination(&settled.delivery.message.origin, reason)
+                });
+            }
+            shared.clone()
         });
-        if let (Some((shared, arrived)), Some(settled)) = (removed, self.settled.last()) {
-            let after = arrived.elapsed_at(self.clock.boot);
-            let source = &self.source;
-            self.reporter.settled(settled, &shared, after, |reason| {
-                source.destination(&settled.delivery.message.origin, reason)
-            });
+        if let Some(shared) = removed {
             self.intake.recycle(shared);
         }
     }
@@ -683,10 +687,11 @@ fn after_run(
     policy: &Policy,
     event: Event,
 ) -> Result<DriverCommand, Event> {
-    let done = Event::Returned(Outcome::Done);
     let apply = |action: &Action| matches!(action, Action::Apply);
     let driver = entry.in_flight.driver_mut();
-    if event == done && driver.handle_expected(done, policy, apply).is_some() {
+    if let done @ Event::Returned(Outcome::Done) = event
+        && driver.handle_expected(done, policy, apply).is_some()
+    {
         Ok(DriverCommand::Apply)
     } else {
         Err(event)

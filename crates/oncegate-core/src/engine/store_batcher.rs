@@ -1,12 +1,12 @@
 //! Sends operations to the store in batches.
 
-use std::collections::VecDeque;
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use super::late::LateCompletions;
 use crate::boot_time::BootTime;
@@ -29,9 +29,9 @@ pub(super) struct StoreBatcher {
     /// The maximum number of outcomes, of late completions and of claims in one batch.
     max_operations: usize,
     /// Deliveries whose claim is to be sent.
-    claims: VecDeque<Slot>,
+    claims: Vec<Slot>,
     /// Deliveries with an operation other than a claim that is to be sent.
-    outcomes: VecDeque<Slot>,
+    outcomes: Vec<Slot>,
     /// Completions of messages that were handled without a claim while the store was unavailable
     /// (`Outage::PassThrough`).
     pub(super) late: LateCompletions,
@@ -42,7 +42,7 @@ pub(super) struct StoreBatcher {
     /// [`Suspects`](super::suspects::Suspects) starts only when there is none.
     claims_sent: usize,
     /// The calls of [`Store::apply`] in progress.
-    applies: FuturesUnordered<BoxFuture<'static, AnsweredBatch>>,
+    applies: Vec<BoxFuture<'static, AnsweredBatch>>,
     /// The empty vectors of an answered batch, whose memory is used again.
     spare: (Vec<Option<Slot>>, Vec<Operation>),
 }
@@ -73,13 +73,13 @@ impl StoreBatcher {
             store,
             max_batches,
             max_operations: properties.max_store_batch.max(1),
-            claims: VecDeque::new(),
-            outcomes: VecDeque::new(),
+            claims: Vec::new(),
+            outcomes: Vec::new(),
             late: LateCompletions::new(),
             breaker: Breaker::closed(),
             misconfigured: false,
             claims_sent: 0,
-            applies: FuturesUnordered::new(),
+            applies: Vec::new(),
             spare: Default::default(),
         }
     }
@@ -87,16 +87,16 @@ impl StoreBatcher {
     /// Queues the claim of a delivery.
     #[inline]
     pub(super) fn enqueue_claim(&mut self, slot: Slot) {
-        self.claims.push_back(slot);
+        self.claims.push(slot);
     }
 
     /// Queues an operation of a delivery other than a claim.
     #[inline]
     pub(super) fn enqueue_outcome(&mut self, slot: Slot) {
-        self.outcomes.push_back(slot);
+        self.outcomes.push(slot);
     }
 
-    pub(super) fn take_claims(&mut self) -> VecDeque<Slot> {
+    pub(super) fn take_claims(&mut self) -> Vec<Slot> {
         std::mem::take(&mut self.claims)
     }
 
@@ -154,22 +154,13 @@ impl StoreBatcher {
                 slots.resize(operations.len(), None);
             }
             let before_claims = operations.len();
-            let (mut capacity, mut held_back) = (self.max_operations, Vec::new());
-            while capacity > 0
-                && let Some(slot) = self.claims.pop_front()
-            {
-                if !may_claim(slot, &self.late) {
-                    held_back.push(slot);
-                    continue;
-                }
-                capacity -= 1;
+            let may_claim = |slot: &mut Slot| may_claim(*slot, &self.late);
+            let claims = self.claims.extract_if(.., may_claim);
+            for slot in claims.take(self.max_operations) {
                 if let Some(claim) = operation(slot) {
                     slots.push(Some(slot));
                     operations.push(claim);
                 }
-            }
-            for slot in held_back.into_iter().rev() {
-                self.claims.push_front(slot);
             }
             if operations.is_empty() {
                 self.spare = (slots, operations);
@@ -188,15 +179,23 @@ impl StoreBatcher {
 
     /// The next answered batch, without waiting.
     pub(super) fn try_answered(&mut self) -> Option<AnsweredBatch> {
-        self.applies.next().now_or_never()?
+        self.answered().now_or_never()
     }
 
-    /// Waits for the next answered batch.
+    /// Waits for the next answered batch. Polls all of them, because they are few.
     pub(super) async fn answered(&mut self) -> AnsweredBatch {
-        match self.applies.next().await {
-            Some(batch) => batch,
-            None => std::future::pending().await,
-        }
+        let (index, batch) = poll_fn(|poller| {
+            let applies = self.applies.iter_mut().enumerate();
+            for (index, apply) in applies {
+                if let Poll::Ready(batch) = apply.as_mut().poll(poller) {
+                    return Poll::Ready((index, batch));
+                }
+            }
+            Poll::Pending
+        })
+        .await;
+        drop(self.applies.remove(index));
+        batch
     }
 
     /// Ends a batch whose answers were processed, and keeps its vectors.

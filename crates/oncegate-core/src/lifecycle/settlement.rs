@@ -27,7 +27,7 @@ pub struct Proof(pub(super) ProofKind);
 
 /// Why a delivery may be accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum ProofKind {
+pub(crate) enum ProofKind {
     /// The store recorded the id as done after a run of this delivery.
     Completed,
     /// The id was done before.
@@ -40,6 +40,11 @@ pub(super) enum ProofKind {
 }
 
 impl Proof {
+    #[inline]
+    pub(crate) fn kind(&self) -> ProofKind {
+        self.0
+    }
+
     /// Why the delivery may be accepted, as one word.
     pub fn as_str(&self) -> &'static str {
         match self.0 {

@@ -18,10 +18,16 @@ pub struct Tokens(Vec<Token>);
 
 impl Tokens {
     /// A new, unique token.
+    #[inline]
     pub fn token(&mut self) -> Token {
-        if let Some(token) = self.0.pop() {
-            return token;
+        match self.0.pop() {
+            Some(token) => token,
+            None => self.refill(),
         }
+    }
+
+    #[cold]
+    fn refill(&mut self) -> Token {
         let mut bits = [0; 16 * 64];
         // Panics without random bits: without unique tokens, claims cannot be distinguished, and no
         // operation is safe.

@@ -82,6 +82,7 @@ impl DoneLog {
     }
 
     /// Appends the marker of an id that the log does not have.
+    #[inline]
     pub(super) fn write(&mut self, key: KeyHash, marker: DoneMarker) {
         let number = self.entries.push(key, marker);
         self.index
@@ -110,6 +111,7 @@ impl DoneLog {
 
 impl DoneEntries {
     /// Appends an entry and returns its number.
+    #[inline]
     fn push(&mut self, key: KeyHash, marker: DoneMarker) -> u32 {
         let is_full = |block: &Block| block.entries.len() == BLOCK;
         if self.blocks.back().is_none_or(is_full) {

@@ -22,6 +22,7 @@ impl KeyHash {
 pub(super) struct KeyHasher(SipHasher13);
 
 impl KeyHasher {
+    #[inline]
     pub(super) fn hash(&self, key: &Key) -> KeyHash {
         let (high, low) = self.0.hash(key.as_bytes()).as_u64();
         KeyHash([high, low])

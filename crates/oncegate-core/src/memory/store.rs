@@ -34,6 +34,8 @@ struct MarkerTables {
     done: DoneLog,
     /// The number of open markers at which `expire` scans them next.
     sweep_at: usize,
+    /// Empty between batches, whose keys use its memory again.
+    keys: Vec<KeyHash>,
 }
 
 /// The longest expiry, so that no clock overflows.
@@ -98,16 +100,20 @@ impl Store for MemoryStore {
         let mut tables = self.0.lock();
         let now = tables.now();
         tables.expire(now);
-        let keys: Vec<KeyHash> = operations
-            .iter()
-            .map(|operation| tables.hasher.hash(&operation.key))
-            .collect();
+        let mut keys = std::mem::take(&mut tables.keys);
+        keys.extend(
+            operations
+                .iter()
+                .map(|operation| tables.hasher.hash(&operation.key)),
+        );
         tables.done.prefetch(&keys);
-        operations
+        let verdicts = operations
             .iter()
-            .zip(keys)
+            .zip(keys.drain(..))
             .map(|(operation, key)| Ok(tables.apply(operation, key, now)))
-            .collect()
+            .collect();
+        tables.keys = keys; // keeps the allocation
+        verdicts
     }
 
     fn described(&self) -> String {
@@ -129,6 +135,7 @@ impl Default for MarkerTables {
             open: HashTable::new(),
             done: DoneLog::default(),
             sweep_at: 0,
+            keys: Vec::new(),
         }
     }
 }
@@ -149,37 +156,31 @@ impl MarkerTables {
             Entry::Vacant(_) => read_done(done, now),
         };
         let (change, verdict) = apply(marker, Age::Of(age), operation);
-        let write = match change {
-            Change::Keep => return verdict,
-            Change::Delete => None,
-            Change::Write(marker, horizon) => {
-                Some((marker, now.saturating_add(nanoseconds(horizon))))
-            }
-        };
-        if done.is_some() {
+        if done.is_some() && !matches!(change, Change::Keep) {
             self.done.forget(key);
         }
-        match (write, entry) {
-            (Some((Marker::Done(fingerprint), expires)), entry) => {
+        let expires = |horizon| now.saturating_add(nanoseconds(horizon));
+        match (change, entry) {
+            (Change::Write(Marker::Done(fingerprint), horizon), entry) => {
                 if let Entry::Occupied(open) = entry {
                     open.remove();
                 }
                 let done = DoneMarker {
                     fingerprint,
-                    expires,
+                    expires: expires(horizon),
                 };
                 self.done.write(key, done);
             }
-            (Some((marker, expires)), entry) => {
+            (Change::Write(marker, horizon), entry) => {
                 entry.insert(OpenMarker {
                     key,
                     marker,
                     written: now,
-                    expires,
+                    expires: expires(horizon),
                 });
             }
-            (None, Entry::Occupied(open)) => drop(open.remove()),
-            (None, Entry::Vacant(_)) => {}
+            (Change::Delete, Entry::Occupied(open)) => drop(open.remove()),
+            (Change::Delete, Entry::Vacant(_)) | (Change::Keep, _) => {}
         }
         verdict
     }
