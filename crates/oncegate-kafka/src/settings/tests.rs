@@ -59,6 +59,10 @@ fn missing_and_forbidden_settings_are_named() {
         ("topic", kafka("", "b", "g")),
         ("topic", no_topics.brokers("b").group("g")),
         ("topic", kafka("^pay.*", "b", "g")),
+        (
+            "topic",
+            kafka("^pay.*", "b", "g").group_protocol(GroupProtocol::Consumer),
+        ),
         ("brokers", Kafka::topic("t").group("g")),
         ("brokers", kafka("t", "http://x y", "g")),
         ("brokers", kafka("t", "localhost:99999", "g")),

@@ -40,7 +40,13 @@ pub(crate) struct Topic {
 impl Topic {
     /// A topic with its dead-letter and in-doubt topics.
     pub(crate) async fn new(partitions: i32) -> Self {
-        let topic = Self::alone(partitions).await;
+        let brokers = oncegate_testkit::kafka_brokers().expect("a broker");
+        Self::with_destinations_at(brokers, partitions).await
+    }
+
+    /// The same, on these brokers.
+    pub(crate) async fn with_destinations_at(brokers: String, partitions: i32) -> Self {
+        let topic = Self::at(brokers, partitions).await;
         topic
             .create(&topic.dead_letters(), 1, &UNLIMITED_RETENTION)
             .await;

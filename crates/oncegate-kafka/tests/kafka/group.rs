@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::source::{Connect, ConnectOptions};
-use oncegate_core::{Delivery, Incoming, Limit, Source};
+use oncegate_core::{Delivery, Gate, Incoming, Limit, MemoryStore, Source, WhenHeld};
 use oncegate_kafka::{GroupProtocol, Kafka, KafkaSource, KafkaStatus};
+use oncegate_testkit::servers::KafkaServers;
 use tokio::sync::watch;
 
 use crate::fixture::*;
@@ -14,8 +15,56 @@ use crate::fixture::*;
 /// How often each partition and offset was accepted.
 type Accepted = Arc<Mutex<HashMap<(u32, i64), usize>>>;
 
-/// Accepts everything until it is stopped.
-async fn accept_all(mut source: KafkaSource, accepted: Accepted, mut leave: watch::Receiver<()>) {
+/// What all members of a group handle, each message under an id in one store.
+#[derive(Clone)]
+struct Handled {
+    gate: Gate,
+    counts: Accepted,
+}
+
+impl Handled {
+    async fn new() -> Self {
+        let gate = Gate::builder()
+            .store(MemoryStore::new())
+            .when_held(WhenHeld::Wait(BOUND));
+        Self {
+            gate: gate.open().await.expect("a gate"),
+            counts: Accepted::default(),
+        }
+    }
+
+    async fn handle(&self, it: &Delivery) {
+        let message = (it.receipt.partition, offset(it));
+        let id = format!("{}-{}", message.0, message.1);
+        let run = self.gate.run(id, async || {
+            *self
+                .counts
+                .lock()
+                .expect("no panic")
+                .entry(message)
+                .or_default() += 1;
+            Ok(())
+        });
+        run.await.expect("an outcome");
+    }
+
+    /// How many messages were handled, and how many of them more than once.
+    fn total_and_repeated(&self) -> (usize, usize) {
+        let counts = self.counts.lock().expect("no panic");
+        (
+            counts.len(),
+            counts.values().filter(|count| **count > 1).count(),
+        )
+    }
+}
+
+/// Handles and accepts everything until it is stopped.
+async fn accept_all(
+    mut source: KafkaSource,
+    handled: Handled,
+    accepted: Accepted,
+    mut leave: watch::Receiver<()>,
+) {
     loop {
         let mut incoming = Vec::new();
         tokio::select! {
@@ -24,6 +73,7 @@ async fn accept_all(mut source: KafkaSource, accepted: Accepted, mut leave: watc
         }
         let deliveries: Vec<Delivery> = incoming.into_iter().filter_map(delivery).collect();
         for it in &deliveries {
+            handled.handle(it).await;
             *accepted
                 .lock()
                 .expect("no panic")
@@ -73,7 +123,7 @@ async fn join_and_leave(source: impl Fn(&Topic, usize) -> Kafka) {
     for partition in 0..PARTITIONS {
         topic.send_numbers(partition, EACH).await;
     }
-    let accepted = Accepted::default();
+    let (accepted, handled) = (Accepted::default(), Handled::new().await);
     let member = async |number| {
         let (leave, left) = watch::channel(());
         let source = source(&topic, number)
@@ -82,7 +132,7 @@ async fn join_and_leave(source: impl Fn(&Topic, usize) -> Kafka) {
             .expect("a source");
         (
             leave,
-            tokio::spawn(accept_all(source, accepted.clone(), left)),
+            tokio::spawn(accept_all(source, handled.clone(), accepted.clone(), left)),
         )
     };
     let total = PARTITIONS as usize * EACH;
@@ -120,13 +170,18 @@ struct Replaced {
 
 impl Replaced {
     /// Joins, and returns once the member has accepted a message.
-    async fn join(kafka: Kafka) -> Self {
+    async fn join(kafka: Kafka, handled: &Handled) -> Self {
         let source = kafka
             .connect(ConnectOptions::default())
             .await
             .expect("a source");
         let (accepted, (leave, leaving)) = (Accepted::default(), watch::channel(()));
-        let left = tokio::spawn(accept_all(source, accepted.clone(), leaving));
+        let left = tokio::spawn(accept_all(
+            source,
+            handled.clone(),
+            accepted.clone(),
+            leaving,
+        ));
         wait_until_accepted(&accepted, 1).await;
         Self {
             accepted,
@@ -153,12 +208,13 @@ enum Restart {
 
 /// Replaces two members by two others, while messages are published all the time.
 async fn replace_members(
+    brokers: String,
     restart: Restart,
     from: impl Fn(Kafka) -> Kafka,
     to: impl Fn(Kafka) -> Kafka,
 ) {
     const PARTITIONS: i32 = 6;
-    let topic = Arc::new(Topic::new(PARTITIONS).await);
+    let topic = Arc::new(Topic::with_destinations_at(brokers, PARTITIONS).await);
     let (end, ended) = watch::channel(());
     let publisher = tokio::spawn({
         let topic = topic.clone();
@@ -174,8 +230,9 @@ async fn replace_members(
             count
         }
     });
-    let join_old = || Replaced::join(from(topic.classic_source()));
-    let join_new = || Replaced::join(to(topic.classic_source()));
+    let handled = Handled::new().await;
+    let join_old = || Replaced::join(from(topic.classic_source()), &handled);
+    let join_new = || Replaced::join(to(topic.classic_source()), &handled);
     let (first, second) = (join_old().await, join_old().await);
     let (mut accepted, third, fourth);
     match restart {
@@ -210,6 +267,7 @@ async fn replace_members(
     println!("{} accepted, {twice} of them twice", counts.len());
     let all = usize::try_from(each).expect("a count") * PARTITIONS as usize;
     assert_eq!(counts.len(), all, "lost");
+    assert_eq!(handled.total_and_repeated(), (all, 0), "handled");
     // In a rolling restart the brokers assign some partitions to two members for a while. Then the
     // marker prevents that a message is handled twice.
     if restart == Restart::AllAtOnce {
@@ -221,18 +279,26 @@ async fn replace_members(
 async fn a_group_that_is_stopped_changes_its_protocol_in_both_directions() {
     let classic = |kafka: Kafka| kafka;
     let consumer = |kafka: Kafka| kafka.group_protocol(GroupProtocol::Consumer);
-    replace_members(Restart::AllAtOnce, classic, consumer).await;
-    replace_members(Restart::AllAtOnce, consumer, classic).await;
+    let brokers = || oncegate_testkit::kafka_brokers().expect("a broker");
+    replace_members(brokers(), Restart::AllAtOnce, classic, consumer).await;
+    replace_members(brokers(), Restart::AllAtOnce, consumer, classic).await;
 }
 
-/// With the default assignor, brokers refuse members of the other protocol as long as there are several
-/// of the classic one (KAFKA-18134).
+/// The upgrade on three brokers, the way back on one. With the default assignor, brokers refuse members
+/// of the other protocol as long as there are several of the classic one (KAFKA-18134).
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_with_range_loses_nothing_when_it_changes_its_protocol_in_a_rolling_restart() {
+async fn a_rolling_change_of_the_protocol_handles_each_message_once() {
     let classic = |kafka: Kafka| kafka.property("partition.assignment.strategy", "range");
     let consumer = |kafka: Kafka| kafka.group_protocol(GroupProtocol::Consumer);
-    replace_members(Restart::Rolling, classic, consumer).await;
-    replace_members(Restart::Rolling, consumer, classic).await;
+    let servers = tokio::task::spawn_blocking(KafkaServers::start)
+        .await
+        .expect("no panic")
+        .expect("three brokers");
+    let single = oncegate_testkit::kafka_brokers().expect("a broker");
+    tokio::join!(
+        replace_members(servers.brokers(), Restart::Rolling, classic, consumer),
+        replace_members(single, Restart::Rolling, consumer, classic),
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -6,8 +6,10 @@ use std::net::{Ipv4Addr, TcpStream};
 use oncegate_core::marker::{
     Effect, Finding, Guarantee, Marker, Operation, OperationKind, Terms, Verdict,
 };
-use oncegate_testkit::servers::{RedisOptions, RedisServer};
+use oncegate_redis::Redis;
+use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer};
 
+use crate::sentinel_and_cluster::until_answered;
 use crate::support::{DONE, GRANTED, SECOND, at, claim, complete, operation, terms, verdicts};
 
 /// The commands that a server receives, by `MONITOR`.
@@ -318,6 +320,64 @@ async fn one_completion_finds_out_whether_the_server_compares_values() {
     let sent = monitor.commands();
     let conditional = sent.iter().filter(|it| it.contains("\"IFEQ\"")).count();
     assert_eq!(conditional, 1, "{sent:?}");
+}
+
+/// Each server of a Cluster is asked anew after a failover.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_gets_commands_instead_of_scripts_also_after_a_failover() {
+    const COUNT: usize = 60;
+    let mut cluster = ClusterServers::start().expect("a Cluster");
+    let store = Redis::cluster(cluster.urls()).timeout(5 * SECOND);
+    let how = expected(&cluster.nodes()[0]);
+    let clear = |id: &str| {
+        let kind = OperationKind::Clear(Effect::Nothing);
+        operation(id, kind, 7, 1, terms(Guarantee::EffectivelyOnce))
+    };
+    for round in ["before", "after"] {
+        let ids = |purpose: &str| -> Vec<String> {
+            let numbers = 0..COUNT;
+            numbers
+                .map(|it| format!("{round}-{purpose}-{it}"))
+                .collect()
+        };
+        // The first commands on a connection find out what its server has.
+        for id in ids("first") {
+            assert_eq!(until_answered(&store, claim(&id, 7)).await, GRANTED);
+            until_answered(&store, complete(&id, 7, 1)).await;
+        }
+        for id in ids("second") {
+            assert_eq!(until_answered(&store, claim(&id, 7)).await, GRANTED);
+            until_answered(&store, clear(&id)).await;
+        }
+        let primaries = cluster.primaries();
+        assert_eq!(primaries.len(), 3);
+        let ports = primaries.iter().map(|it| cluster.nodes()[*it].port());
+        let mut monitors: Vec<Monitor> = ports.map(Monitor::of).collect();
+        let (completed, cleared) = (ids("completed"), ids("cleared"));
+        let all = completed.iter().chain(&cleared);
+        let claims: Vec<Operation> = all.map(|id| claim(id, 7)).collect();
+        assert_eq!(verdicts(&store, &claims).await, vec![GRANTED; 2 * COUNT]);
+        let completions: Vec<Operation> = completed.iter().map(|id| complete(id, 7, 1)).collect();
+        assert_eq!(verdicts(&store, &completions).await, vec![DONE; COUNT]);
+        let clears: Vec<Operation> = cleared.iter().map(|id| clear(id)).collect();
+        let answers = verdicts(&store, &clears).await;
+        assert_eq!(answers, vec![Verdict::Applied; COUNT]);
+
+        let sent: Vec<String> = monitors.iter_mut().flat_map(Monitor::commands).collect();
+        let number = |what: &str| {
+            let matching = sent.iter().filter(|command| command.contains(what));
+            matching.count()
+        };
+        let scripts = [how.0, how.1].map(|it| if it == Sent::Script { COUNT } else { 0 });
+        assert_eq!(number("\"EVALSHA\""), scripts[0] + scripts[1], "{round}");
+        assert_eq!(number("\"1\" \"IFEQ\""), COUNT - scripts[0], "{round}");
+        let deleted = number("\"DELIFEQ\"") + number("\"DELEX\"");
+        assert_eq!(deleted, COUNT - scripts[1], "{round}");
+        if round == "before" {
+            drop(monitors);
+            cluster.node_mut(primaries[0]).kill();
+        }
+    }
 }
 
 /// A user without a right to the newer commands is served by the script, from the first command of
