@@ -43,6 +43,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "oncegate",
             "oncegate-admin",
             "oncegate-config",
+            "oncegate-postgres",
             "oncegate-testkit",
         ],
     ),
@@ -55,7 +56,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "oncegate-testkit",
         ],
     ),
-    ("oncegate-chaos", &["oncegate", "oncegate-testkit"]),
+    (
+        "oncegate-chaos",
+        &["oncegate", "oncegate-postgres", "oncegate-testkit"],
+    ),
     (
         "oncegate-fuzzed",
         &["oncegate-amqp", "oncegate-core", "oncegate-redis"],

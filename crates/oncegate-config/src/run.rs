@@ -2,13 +2,19 @@
 
 use std::future::Future;
 
-use oncegate::{Consumer, Handler, Shadow, ShadowReport, shutdown_signal};
+use oncegate::{
+    Builder, Consumer, Handler, Inbox, Json, Shadow, ShadowReport, Store, TransactionalHandler,
+    shutdown_signal,
+};
 
 use crate::admin::{self, StatusHandles};
 use crate::config::Config;
 use crate::error::{Broker, Error};
 use crate::log;
 use crate::store::AnyStore;
+
+/// A builder without source, store and handler.
+type EmptyBuilder = Builder<(), (), (), Json>;
 
 impl Config {
     /// Builds the consumer with its source and store, opens the admin port, and handles messages
@@ -33,21 +39,56 @@ impl Config {
         handler: H,
         shutdown: impl Future,
     ) -> Result<(), Error> {
+        let report = (self.text("gate.mode") == Some("shadow")).then(ShadowReport::new);
+        let shadow = report.clone();
+        let build = |config: &Self, consumer: EmptyBuilder| {
+            let store = match shadow {
+                Some(report) => AnyStore::of(Shadow::new(config.store()?, report)),
+                None => config.store()?,
+            };
+            Ok(consumer.store(store).handler(handler))
+        };
+        let result = self.run_built(build, shutdown).await;
+        if let Some(report) = report {
+            tracing::info!("shadow report: {report}");
+        }
+        result
+    }
+
+    /// Like [`Config::run_until`], with an inbox instead of a store. `store.url` is the database of
+    /// the inbox, for the command line.
+    ///
+    /// # Errors
+    /// As for [`Config::run`], and if `gate.mode` is `shadow`.
+    pub async fn run_with_inbox<I: Inbox, H: TransactionalHandler<I>>(
+        self,
+        inbox: I,
+        handler: H,
+        shutdown: impl Future,
+    ) -> Result<(), Error> {
+        if self.text("gate.mode") == Some("shadow") {
+            return Err(Error::misconfigured(
+                "gate.mode: shadow cannot be used with an inbox; remove it",
+            ));
+        }
+        let build = |_: &Self, consumer: EmptyBuilder| {
+            Ok(consumer.inbox(inbox).transactional_handler(handler))
+        };
+        self.run_built(build, shutdown).await
+    }
+
+    /// Runs the consumer that `build` makes of a builder with the settings of `[gate]`.
+    async fn run_built<T: Store + 'static, H: Handler>(
+        self,
+        build: impl FnOnce(&Self, EmptyBuilder) -> Result<Builder<(), T, H, Json>, Error>,
+        shutdown: impl Future,
+    ) -> Result<(), Error> {
         self.check_for_consumer()?;
         let broker = self.broker()?;
         let logging = log::init(&self)?;
         let handles = StatusHandles::default();
         let _admin_server = admin::open(&self, broker, &handles, logging.errors.clone())?;
-        let report = (self.text("gate.mode") == Some("shadow")).then(ShadowReport::new);
-        let store = match &report {
-            Some(report) => AnyStore::of(Shadow::new(self.store()?, report.clone())),
-            None => self.store()?,
-        };
-        let consumer = self
-            .consumer(Consumer::builder())?
-            .store(store)
-            .handler(handler);
-        let consumer = consumer
+        let consumer = build(&self, self.consumer(Consumer::builder())?)?
             .readiness(handles.readiness.clone())
             .status(handles.status.clone());
         let result: Result<(), oncegate::Error> = match broker {
@@ -71,9 +112,6 @@ impl Config {
                 Err(feature_missing(broker))
             }
         };
-        if let Some(report) = report {
-            tracing::info!("shadow report: {report}");
-        }
         result.map_err(|error| self.explain(error))
     }
 }

@@ -27,6 +27,31 @@ pub fn point(name: &str) {
     let _ = name;
 }
 
+/// Awaits a future, and visits this point if its first poll does not complete it. If the point is
+/// armed, it is visited 5 ms later, so that the threads of a client can send what was passed to them.
+#[inline(always)]
+pub async fn when_pending<T>(name: &str, future: impl Future<Output = T>) -> T {
+    #[cfg(oncegate_chaos)]
+    {
+        use std::task::{self, Poll};
+        let mut future = std::pin::pin!(future);
+        let poll = |cx: &mut task::Context<'_>| Poll::Ready(future.as_mut().poll(cx));
+        if let Poll::Ready(output) = std::future::poll_fn(poll).await {
+            return output;
+        }
+        if FAILPOINT.as_ref().is_some_and(|it| it.name == name) {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        point(name);
+        future.await
+    }
+    #[cfg(not(oncegate_chaos))]
+    {
+        let _ = name;
+        future.await
+    }
+}
+
 /// Visits the points before operations are sent to the store: `claim.before`, `renew.before` and so
 /// on.
 #[inline(always)]

@@ -16,6 +16,7 @@ use serde::de::DeserializeOwned;
 
 use crate::context::Context;
 use crate::defaults;
+use crate::fault;
 use crate::handler::{Failure, Handler};
 use crate::id::Scope;
 use crate::marker::{Guarantee, Operation, OperationKind, Verdict};
@@ -243,9 +244,11 @@ async fn begin<I: Inbox>(
     run: &RunContext,
 ) -> Result<Option<I::Transaction>, Failure> {
     run.set_waits_for_database(true);
+    fault::point("inbox.begin.before");
     let begun = inbox.begin(claim, run.longest_run()).await;
     match begun.map_err(InboxUnavailable::failure)? {
         BeginResult::Transaction(transaction) => {
+            fault::point("inbox.begin.after");
             run.set_waits_for_database(false);
             Ok(Some(transaction))
         }
@@ -264,13 +267,18 @@ async fn end<I: Inbox>(
     run: &RunContext,
 ) -> Result<(), Failure> {
     if !matches!(handled, Ok(Ok(()))) {
-        if let Err(CommitError::EndedByHandler(cause)) = inbox.rollback(transaction).await {
+        fault::point("inbox.rollback.before");
+        let rolled_back = inbox.rollback(transaction).await;
+        fault::point("inbox.rollback.after");
+        if let Err(CommitError::EndedByHandler(cause)) = rolled_back {
             return Err(Failure::Reject(cause));
         }
         return handled.unwrap_or_else(|panic| resume_unwind(panic));
     }
     run.set_waits_for_database(true);
+    fault::point("inbox.commit.before");
     let committed = inbox.commit(transaction).await;
+    fault::point("inbox.commit.after");
     committed.map_err(|error| match error {
         CommitError::RolledBack(cause) => Failure::Retry(cause),
         CommitError::Unknown(_) => InboxUnavailable::failure(error),

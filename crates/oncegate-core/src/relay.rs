@@ -16,6 +16,7 @@ use metrics::{counter, gauge};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::error::Error;
+use crate::fault;
 use crate::internal::{Backoff, LogThrottle};
 use crate::metric;
 use crate::outbox::{
@@ -204,6 +205,7 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                 && let Some((number, message)) = queue.begin()
             {
                 publishing.push(async move {
+                    fault::point("relay.publish.before");
                     let result = self.publisher.publish(&message).await;
                     (number, message, result)
                 });
@@ -234,6 +236,8 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                             _ => {
                                 if rows.is_empty() {
                                     backoff.reset();
+                                } else {
+                                    fault::point("relay.read");
                                 }
                                 queue.add(rows, now);
                             }
@@ -270,7 +274,10 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
         let (publisher, id) = (self.publisher.described(), &message.id);
         let destination = message.described_destination();
         match result {
-            Ok(()) => counter!(metric::OUTBOX_PUBLISHED).increment(1),
+            Ok(()) => {
+                fault::point("relay.publish.confirmed");
+                counter!(metric::OUTBOX_PUBLISHED).increment(1);
+            }
             Err(NotPublished::Refused(error)) => {
                 counter!(metric::OUTBOX_REFUSED).increment(1);
                 tracing::error!(
@@ -308,11 +315,15 @@ async fn execute(
             OutboxRequest::ReadAgain(numbers) => Answer::Rows(session.read_again(numbers).await?),
             OutboxRequest::Level => Answer::Level(session.level().await?),
             OutboxRequest::Remove(numbers) => {
+                fault::point("relay.remove.before");
                 session.remove(numbers).await?;
+                fault::point("relay.remove.after");
                 Answer::Done
             }
             OutboxRequest::Park { number, error } => {
+                fault::point("relay.park.before");
                 session.park(*number, error).await?;
+                fault::point("relay.park.after");
                 Answer::Done
             }
         })

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use oncegate_core::inbox::{BatchTransaction, BeginResult, CommitError};
-use oncegate_core::internal::{MarkerColumns, StoreFailure, milliseconds};
+use oncegate_core::internal::{MarkerColumns, StoreFailure, fault, milliseconds};
 use oncegate_core::marker::{Age, Marker, Operation, Verdict, apply};
 use oncegate_core::outbox::{Outgoing, OutgoingError};
 use oncegate_core::store::BoxError;
@@ -391,6 +391,7 @@ impl Inbox for PostgresInbox {
             return Err(transaction.ended_by_handler().await);
         }
         let PostgresTransaction { inner, id, key, .. } = transaction;
+        fault::point("postgres.commit.before");
         let Err(error) = inner.commit().await else {
             return Ok(());
         };

@@ -6,7 +6,7 @@
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar};
 use std::thread;
 use std::time::Duration;
@@ -44,8 +44,8 @@ pub struct Proxy {
 type ChooseFault = Box<dyn FnMut(&mut [u8]) -> RequestFault + Send>;
 
 struct Shared {
-    /// The port of the server.
-    server: u16,
+    /// The port of the server to which new connections go.
+    server: AtomicU16,
     choose_fault: Lock<ChooseFault>,
     connections: Lock<Vec<[TcpStream; 2]>>,
     forwarding: Lock<Forwarding>,
@@ -63,7 +63,7 @@ impl Proxy {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let port = listener.local_addr()?.port();
         let shared = Arc::new(Shared {
-            server,
+            server: AtomicU16::new(server),
             choose_fault: Lock::new(Box::new(|_| RequestFault::Pass)),
             connections: Lock::default(),
             forwarding: Lock::new(Forwarding::On),
@@ -114,6 +114,12 @@ impl Proxy {
         self.shared.set_forwarding(Forwarding::On);
     }
 
+    /// Closes every connection; new ones go to this port of 127.0.0.1, as after a failover.
+    pub fn fail_over_to(&self, server: u16) {
+        self.shared.server.store(server, Ordering::SeqCst);
+        self.reset();
+    }
+
     /// Closes every connection; new ones are accepted.
     pub fn reset(&self) {
         for pair in self.shared.connections.lock().drain(..) {
@@ -147,7 +153,7 @@ pub fn contains(request: &[u8], word: &str) -> bool {
 
 impl Shared {
     fn connect(self: &Arc<Self>, client: TcpStream) -> std::io::Result<()> {
-        let server = TcpStream::connect((Ipv4Addr::LOCALHOST, self.server))?;
+        let server = TcpStream::connect((Ipv4Addr::LOCALHOST, self.server.load(Ordering::SeqCst)))?;
         client.set_nodelay(true)?;
         server.set_nodelay(true)?;
         let loses_reply = Arc::new(AtomicBool::new(false));

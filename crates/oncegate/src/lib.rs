@@ -16,8 +16,8 @@ pub use oncegate_core::{
 };
 // Handlers.
 pub use oncegate_core::{
-    Context, Decode, Failure, FailureExt, Handler, Inbox, Json, Raw, RawBytes, Reconciled,
-    TransactionalHandler, async_trait,
+    BatchItem, BatchTransactionalHandler, Context, Decode, Failure, FailureExt, Handler, Inbox,
+    Json, Raw, RawBytes, Reconciled, TransactionalHandler, async_trait,
 };
 // Messages that transactions send. The module `outbox` has the types that only implementations
 // need.
@@ -40,10 +40,13 @@ pub use oncegate_core::{
 };
 
 #[cfg(feature = "rabbitmq")]
-pub use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSource, RabbitMqStatus, Rejects, Topology};
+pub use oncegate_amqp::{
+    QueueKind, RabbitMq, RabbitMqPublisher, RabbitMqSource, RabbitMqStatus, Rejects, Topology,
+};
 #[cfg(feature = "kafka")]
 pub use oncegate_kafka::{
-    GroupProtocol, Kafka, KafkaLogin, KafkaSource, KafkaStatus, OutOfRange, StartAt, TopicCreation,
+    GroupProtocol, Kafka, KafkaLogin, KafkaPublisher, KafkaSource, KafkaStatus, OutOfRange,
+    StartAt, TopicCreation,
 };
 #[cfg(feature = "redis")]
 pub use oncegate_redis::{Durability, Redis};

@@ -29,8 +29,8 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report> {
     let is_embedded = cli.broker == BrokerKind::Memory;
     let store = cli.store.as_deref();
     let store = store.unwrap_or(if is_embedded { "sqlite" } else { "redis" });
-    if cli.guarantee == WITH_INBOX && (!is_embedded || store != "sqlite") {
-        return Err(format!("--guarantee {WITH_INBOX}: only with SQLite, without --broker").into());
+    if cli.guarantee == WITH_INBOX && store != ["postgres", "sqlite"][usize::from(is_embedded)] {
+        return Err("--guarantee with an inbox: add --broker and --store postgres, or none".into());
     }
     // A run without servers has the same name each time, so that a killed one is resumed.
     let name = match is_embedded && store == "sqlite" {
@@ -64,24 +64,22 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report> {
 fn configure(cli: &Cli, name: &str, run_dir: &Path, store: &str) -> Result<Config> {
     let store = match store {
         "sqlite" => format!("sqlite:{}", run_dir.join("payments.db").display()),
-        "postgres" => address("ONCEGATE_POSTGRES")?,
+        "postgres" => address("ONCEGATE_POSTGRES")? + "?options[search_path]=NAME",
         _ => address("ONCEGATE_REDIS")?,
     };
-    let mut text = include_str!("../run.toml").replace("STORE", &store);
     let (broker, variable) = match cli.broker {
         BrokerKind::Memory => ("", ""),
         BrokerKind::Kafka => (include_str!("../kafka.toml"), "ONCEGATE_KAFKA"),
         BrokerKind::Rabbitmq => (include_str!("../rabbitmq.toml"), "ONCEGATE_RABBITMQ"),
     };
+    let mut text = include_str!("../run.toml").replace("STORE", &store);
     if !broker.is_empty() {
         text += &broker.replace("SERVER", &address(variable)?);
     }
-    let text = text.replace(
-        "GUARANTEE",
-        &cli.guarantee.replace(WITH_INBOX, "effectively-once"),
-    );
+    let guarantee = cli.guarantee.replace(WITH_INBOX, "effectively-once");
+    let text = text.replace("GUARANTEE", &guarantee).replace("NAME", name);
     let file = run_dir.join("oncegate.toml");
-    std::fs::write(&file, text.replace("NAME", name))?;
+    std::fs::write(&file, text)?;
     Ok(Config::read(Some(&file), [])?)
 }
 
@@ -99,11 +97,11 @@ fn address(variable: &str) -> Result<String> {
 async fn run_configured(cli: &Cli, config: Config, run_dir: &Path) -> Result<Report> {
     #[cfg(feature = "postgres")]
     if let Ok(postgres) = config.postgres(None) {
+        crate::inbox::ledger(&config).await?;
         postgres.migrate().await?;
     }
     config.store()?.preflight(config.guarantee()).await?;
     let mut demo = Demo {
-        cli,
         messages: &messages(cli.payments, "pay", cli.seed),
         broker: match cli.broker {
             BrokerKind::Memory => Broker::Memory(MemoryBroker::new("payments")),
@@ -126,7 +124,6 @@ async fn run_configured(cli: &Cli, config: Config, run_dir: &Path) -> Result<Rep
 }
 
 struct Demo<'a> {
-    cli: &'a Cli,
     messages: &'a [DemoMessage],
     broker: Broker,
     config: Config,
@@ -144,10 +141,9 @@ impl Demo<'_> {
             Broker::Memory(broker) => {
                 let builder = config.consumer(Consumer::builder())?;
                 let consumer = builder.source(broker.source());
-                if self.cli.guarantee == WITH_INBOX {
-                    let file = config.text("store.url").unwrap_or_default();
-                    let inbox = SqliteInbox::file(file.trim_start_matches("sqlite:"));
-                    let consumer = consumer.inbox(inbox).transactional_handler(charge);
+                if let Some(file) = &charge.provider.inbox {
+                    let consumer = consumer.inbox(SqliteInbox::file(file));
+                    let consumer = consumer.transactional_handler(charge);
                     tokio::spawn(async { Ok(consumer.run_until(shutdown).await?) })
                 } else {
                     let consumer = consumer.store(config.store()?).handler(charge);
@@ -155,7 +151,7 @@ impl Demo<'_> {
                 }
             }
             #[cfg(feature = "real")]
-            _ => tokio::spawn(async { Ok(config.run_until(charge, shutdown).await?) }),
+            _ => tokio::spawn(crate::real::consume(config, charge, shutdown)),
         });
         Ok(())
     }
@@ -202,7 +198,8 @@ impl Demo<'_> {
 
     async fn report(&self) -> Result<Report> {
         let rejected = self.broker.rejected().await?;
-        let (charges, metrics) = (self.provider.charges()?, self.metrics.render());
+        let charges = self.provider.charges(&self.config).await?;
+        let metrics = self.metrics.render();
         let mut report = Report::of(&charges, &metrics, self.messages, &rejected);
         let row = |killed| ("workers killed", killed, "while payments were sent");
         report.rows.push(row(self.killed as i64));

@@ -65,10 +65,9 @@ struct Cli {
     #[arg(long, value_parser = ["sqlite", "redis", "postgres"])]
     store: Option<String>,
     /// `at-most-once`: an unknown outcome is looked up at the provider, or left to an operator.
-    /// `effectively-once`: a payment runs again after a crash, with its id as the provider's
-    /// idempotency key. `exactly-once-in-database`, with `sqlite`: the charge and the record of
-    /// its message are committed together. `bare`: uses only `SET NX` and `DEL` in the store, loses payments, and
-    /// charges some twice.
+    /// `effectively-once`: a payment runs again after a crash; its id is the provider's idempotency key.
+    /// `exactly-once-in-database`: the charge and the record of its message are committed together.
+    /// `bare`: uses only `SET NX` and `DEL` in the store, loses payments, and charges some twice.
     #[arg(long, value_parser = GUARANTEES, default_value = GUARANTEES[0])]
     guarantee: String,
     /// How many payments are sent.

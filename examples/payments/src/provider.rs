@@ -1,10 +1,11 @@
 //! The payment provider: charges cards, keeps a ledger, and fails at random.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use oncegate_config::Config;
 use rusqlite::{Connection, params};
 use tokio::time::sleep;
 
@@ -25,6 +26,8 @@ pub(crate) struct Provider {
     ledger: Arc<Mutex<Connection>>,
     /// Whether the id is an idempotency key: then a second charge is accepted and not booked.
     deduplicates: bool,
+    /// With an inbox, the file of its records, if these are not in PostgreSQL.
+    pub(crate) inbox: Option<PathBuf>,
     /// The first id whose charge has no reply and whose look-ups fail; so do all higher ids.
     first_unsure: Option<String>,
 }
@@ -35,14 +38,16 @@ pub(crate) struct Card;
 impl Provider {
     /// The provider with the ledger in this directory; with an inbox, in the file of its records.
     pub(crate) fn open(cli: &Cli, run_dir: &Path) -> Result<Self> {
-        let file = ["ledger.db", "payments.db"][usize::from(cli.guarantee == WITH_INBOX)];
-        let ledger = Connection::open(run_dir.join(file))?;
+        let inbox = (cli.guarantee == WITH_INBOX).then(|| run_dir.join("payments.db"));
+        let file = inbox.clone().unwrap_or(run_dir.join("ledger.db"));
+        let ledger = Connection::open(file)?;
         ledger.busy_timeout(Duration::from_secs(10))?;
         ledger.execute_batch(TABLES)?;
         let first_unsure = cli.payments.saturating_sub(cli.unsure) + 1;
         Ok(Self {
             ledger: Arc::new(Mutex::new(ledger)),
             deduplicates: cli.guarantee == "effectively-once",
+            inbox,
             first_unsure: (cli.unsure > 0).then(|| format!("pay-{first_unsure:06}")),
         })
     }
@@ -104,27 +109,22 @@ impl Provider {
     }
 
     /// How often each payment was charged.
-    pub(crate) fn charges(&self) -> Result<HashMap<String, i64>> {
+    pub(crate) async fn charges(&self, config: &Config) -> Result<HashMap<String, i64>> {
+        const COUNT: &str = "SELECT id, count(*) FROM charges GROUP BY id";
+        #[cfg(feature = "postgres")]
+        if self.inbox.is_some() && config.postgres(None).is_ok() {
+            let pool = crate::inbox::ledger(config).await?;
+            let rows: Vec<_> = sqlx::query_as(COUNT).fetch_all(&pool).await?;
+            return Ok(rows.into_iter().collect());
+        }
+        let _ = config; // only PostgreSQL needs it
         let ledger = self.ledger();
-        let mut query = ledger.prepare("SELECT id, count(*) FROM charges GROUP BY id")?;
+        let mut query = ledger.prepare(COUNT)?;
         let rows = query.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
         Ok(rows.collect::<Result<_, _>>()?)
     }
 
-    #[cfg(feature = "real")]
-    pub(crate) fn save_metrics(&self, worker: &str, metrics: &str) -> Result<()> {
-        let query = "INSERT OR REPLACE INTO workers VALUES (?, ?)";
-        self.ledger().execute(query, [worker, metrics])?;
-        Ok(())
-    }
-
-    #[cfg(feature = "real")]
-    pub(crate) fn saved_metrics(&self) -> Result<String> {
-        let query = "SELECT coalesce(group_concat(metrics, '\n'), '') FROM workers";
-        Ok(self.ledger().query_row(query, [], |row| row.get(0))?)
-    }
-
-    fn ledger(&self) -> MutexGuard<'_, Connection> {
+    pub(crate) fn ledger(&self) -> MutexGuard<'_, Connection> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

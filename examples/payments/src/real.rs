@@ -1,8 +1,10 @@
 //! The parts of the demo on real servers, each a process of its own.
 
+use std::future::Future;
 use std::pin::pin;
 use std::time::Duration;
 
+use oncegate::shutdown_signal;
 use oncegate_admin::Metrics;
 use oncegate_config::{Config, Traces};
 use tokio::time::{interval, timeout};
@@ -52,6 +54,17 @@ async fn produce(cli: &Cli, config: &Config) -> Result<()> {
     Ok(())
 }
 
+/// Charges payments until `shutdown`.
+pub(crate) async fn consume(config: Config, charge: Charge, shutdown: impl Future) -> Result<()> {
+    #[cfg(feature = "postgres")]
+    if charge.provider.inbox.is_some() {
+        let inbox = oncegate_postgres::PostgresInbox::new(crate::inbox::ledger(&config).await?);
+        let running = config.run_with_inbox(inbox.create_tables(), charge, shutdown);
+        return Ok(running.await?);
+    }
+    Ok(config.run_until(charge, shutdown).await?)
+}
+
 /// Charges payments until SIGTERM, and saves the metrics five times a second.
 async fn work(cli: &Cli, config: Config) -> Result<()> {
     if config.has("kafka.topic") && config.text("gate.broker") != Some("rabbitmq") {
@@ -61,12 +74,13 @@ async fn work(cli: &Cli, config: Config) -> Result<()> {
     let name = fastrand::u64(..).to_string();
     let ledger = Provider::open(cli, &cli.run_dir)?;
     let provider = ledger.clone();
-    let mut worker = pin!(config.run(Charge { provider }));
+    let mut worker = pin!(consume(config, Charge { provider }, shutdown_signal()));
     loop {
         let ended = timeout(Duration::from_millis(200), &mut worker).await;
-        ledger.save_metrics(&name, &metrics.text())?;
+        let save = "INSERT OR REPLACE INTO workers VALUES (?, ?)";
+        ledger.ledger().execute(save, [&name, &metrics.text()])?;
         if let Ok(ended) = ended {
-            return Ok(ended?);
+            return ended;
         }
     }
 }
@@ -84,6 +98,8 @@ async fn report(cli: &Cli, config: &Config) -> Result<Report> {
         }
     }
     let provider = Provider::open(cli, &cli.run_dir)?;
-    let (charges, metrics) = (provider.charges()?, provider.saved_metrics()?);
+    let charges = provider.charges(config).await?;
+    let saved = "SELECT coalesce(group_concat(metrics, '\n'), '') FROM workers";
+    let metrics: String = provider.ledger().query_row(saved, [], |row| row.get(0))?;
     Ok(Report::of(&charges, &metrics, &sent, &all))
 }

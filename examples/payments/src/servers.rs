@@ -1,12 +1,12 @@
 //! Sends messages to Kafka and RabbitMQ, and reads dead letters and messages in doubt.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions};
-use lapin::types::{AMQPValue, FieldTable};
-use lapin::{BasicProperties, Channel, Connection};
-use oncegate::Kafka;
+use lapin::Connection;
+use lapin::options::BasicGetOptions;
+use oncegate::outbox::{OutboxMessage, Publisher};
+use oncegate::{Kafka, KafkaPublisher, RabbitMqPublisher};
 use oncegate_config::Config;
 use opentelemetry::propagation::TextMapPropagator;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
@@ -14,11 +14,10 @@ use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{Consumer, StreamConsumer};
 use rdkafka::error::KafkaError;
-use rdkafka::message::{Header, Headers, Message, OwnedHeaders};
-use rdkafka::producer::{FutureProducer, FutureRecord};
+use rdkafka::message::{Headers, Message};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use tokio::time::{sleep, timeout};
-use tracing::{Span, info_span};
+use tracing::info_span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 use crate::Result;
@@ -26,20 +25,32 @@ use crate::traffic::{DemoMessage, ID_HEADER, text};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The span of a message until it is confirmed, and its headers: the id, and the trace context that
-/// the worker's spans refer to, if traces are exported.
-fn sending(message: &DemoMessage) -> (Span, HashMap<String, String>) {
-    let id = message.id.as_str();
+/// Sends a message until it is confirmed: RabbitMQ returns it until a worker has declared the queue
+/// and the queue has a leader.
+pub(crate) async fn publish(to: &impl Publisher, name: &str, message: &DemoMessage) -> Result<()> {
+    let (started, id) = (Instant::now(), message.id.as_str());
+    // Until the message is confirmed. The worker's spans refer to it, if traces are exported.
     let span = info_span!(parent: None, "payments.send", id, otel.kind = "producer");
     let mut headers = HashMap::from([(ID_HEADER.to_owned(), id.to_owned())]);
     TraceContextPropagator::new().inject_context(&span.context(), &mut headers);
-    (span, headers)
+    let mut copy = OutboxMessage::new(id, name, message.body.clone());
+    copy.headers = headers.into_iter().collect();
+    // The copies of a payment have different keys, so that they reach different workers.
+    copy.key = Some(fastrand::u64(..).to_string().into());
+    while let Err(error) = to.publish(&copy).await {
+        if started.elapsed() > 3 * TIMEOUT {
+            let advice = "is a worker running, which declares the queue";
+            return Err(format!("{error}; {advice} {name}?").into());
+        }
+        sleep(Duration::from_millis(200)).await;
+    }
+    Ok(())
 }
 
 pub(crate) struct Topic {
     kafka: Kafka,
-    name: String,
-    producer: FutureProducer,
+    pub(crate) name: String,
+    pub(crate) publisher: KafkaPublisher,
 }
 
 impl Topic {
@@ -52,26 +63,11 @@ impl Topic {
         let topic = NewTopic::new(&name, 6, TopicReplication::Fixed(1));
         let created = admin.create_topics([&topic], &options).await;
         created.map_err(|error| format!("Kafka cannot be reached ({error}); is it running?"))?;
-        // Spreads messages over all partitions, so that all workers get some.
-        let settings = [("linger.ms", "5"), ("sticky.partitioning.linger.ms", "0")];
-        let producer = kafka.client(&settings)?;
         Ok(Self {
+            publisher: kafka.publisher(),
             kafka,
             name,
-            producer,
         })
-    }
-
-    pub(crate) async fn send(&self, message: &DemoMessage) -> Result<()> {
-        let (_span, headers) = sending(message);
-        let headers = headers.iter().map(|(key, value)| (key, Some(value)));
-        let headers = headers.map(|(key, value)| Header { key, value });
-        // Without a key, so that the copies of a payment reach different workers.
-        let record = FutureRecord::<(), str>::to(&self.name);
-        let record = record.headers(headers.fold(OwnedHeaders::new(), OwnedHeaders::insert));
-        let sent = self.producer.send(record.payload(&message.body), TIMEOUT);
-        sent.await.map_err(|(error, _)| error)?;
-        Ok(())
     }
 
     /// The ids of all messages of the topic with this suffix.
@@ -96,55 +92,19 @@ impl Topic {
 
 pub(crate) struct Queue {
     connection: Connection,
-    channel: Channel,
-    name: String,
+    pub(crate) publisher: RabbitMqPublisher,
+    pub(crate) name: String,
 }
 
 impl Queue {
     pub(crate) async fn open(config: &Config) -> Result<Self> {
-        let connection = config.rabbitmq()?.client("payments").await?;
-        let channel = connection.create_channel().await?;
-        let options = ConfirmSelectOptions::default();
-        channel.confirm_select(options).await?;
+        let rabbitmq = config.rabbitmq()?;
         let name = config.text("rabbitmq.queue").unwrap_or_default().to_owned();
         Ok(Self {
-            connection,
-            channel,
+            connection: rabbitmq.client("payments").await?,
+            publisher: rabbitmq.publisher(),
             name,
         })
-    }
-
-    /// Sends a message; repeats it if RabbitMQ returns or refuses it, as it does until a worker has
-    /// declared the queue and the queue has a leader.
-    pub(crate) async fn send(&self, message: &DemoMessage) -> Result<()> {
-        let (started, (_span, headers)) = (Instant::now(), sending(message));
-        let mut table = FieldTable::default();
-        for (key, value) in headers {
-            table.insert(key.into(), AMQPValue::LongString(value.into()));
-        }
-        let properties = BasicProperties::default()
-            .with_delivery_mode(2)
-            .with_timestamp(UNIX_EPOCH.elapsed()?.as_secs())
-            .with_headers(table);
-        let options = BasicPublishOptions {
-            mandatory: true,
-            ..Default::default()
-        };
-        loop {
-            let (queue, properties) = (self.name.as_str().into(), properties.clone());
-            let body = message.body.as_bytes();
-            let sent = self
-                .channel
-                .basic_publish("".into(), queue, options, body, properties);
-            let confirmation = sent.await?.await?;
-            if confirmation.is_ack() && confirmation.take_message().is_none() {
-                return Ok(());
-            } else if started.elapsed() > 3 * TIMEOUT {
-                let error = "RabbitMQ refuses messages; is a worker running, which declares";
-                return Err(format!("{error} the queue {}?", self.name).into());
-            }
-            sleep(Duration::from_millis(200)).await;
-        }
     }
 
     /// The ids of all messages of the queue with this suffix.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::Result;
 use crate::report::Rejected;
 #[cfg(feature = "real")]
-use crate::servers::{Queue, Topic};
+use crate::servers::{Queue, Topic, publish};
 
 /// The header with the id of a payment.
 pub(crate) const ID_HEADER: &str = "payment-id";
@@ -71,9 +71,9 @@ impl Broker {
                 Ok(())
             }
             #[cfg(feature = "real")]
-            Self::Kafka(topic) => topic.send(message).await,
+            Self::Kafka(it) => publish(&it.publisher, &it.name, message).await,
             #[cfg(feature = "real")]
-            Self::RabbitMq(queue) => queue.send(message).await,
+            Self::RabbitMq(it) => publish(&it.publisher, &it.name, message).await,
         });
         try_join_all(sent).await.map(drop)
     }

@@ -3,6 +3,7 @@
 #![cfg(all(feature = "kafka", feature = "rabbitmq"))]
 #![forbid(unsafe_code)]
 
+mod killed;
 mod traces;
 mod worker;
 

@@ -10,6 +10,7 @@ use clap::{Parser, Subcommand};
 use oncegate_chaos::check::{TestedGuarantee, check};
 use oncegate_chaos::consume;
 use oncegate_chaos::ledger::Ledger;
+use oncegate_chaos::matrix::consumer::TestedStore;
 use oncegate_chaos::matrix::table::Matrix;
 use oncegate_chaos::report::{Report, RunVerdict};
 use oncegate_chaos::run::ConsumerMode;
@@ -42,12 +43,16 @@ struct Arguments {
     #[arg(long, conflicts_with_all = ["name", "soak"])]
     smoke: bool,
     /// Aborts a process at every step of the delivery lifecycle, with each guarantee, broker and
-    /// store, three times each. NAME selects steps by a prefix, such as `claim`.
+    /// store, three times each, and at every step of the inbox and its relay, twenty times each.
+    /// NAME selects steps by a prefix, such as `claim`.
     #[arg(long, conflicts_with_all = ["smoke", "soak"])]
     matrix: bool,
     /// Runs twelve mutants, each of which must violate a certain invariant. NAME selects one.
     #[arg(long, conflicts_with_all = ["smoke", "soak", "matrix"])]
     mutants: bool,
+    /// Only the cells of the matrix with this store.
+    #[arg(long, value_enum)]
+    store: Option<TestedStore>,
     /// How many consumer groups of the matrix run in parallel.
     #[arg(long)]
     side_by_side: Option<usize>,
@@ -129,6 +134,9 @@ enum Command {
     /// A consumer of a cell of the matrix.
     #[command(hide = true)]
     CellConsumer(matrix::consumer::Arguments),
+    /// The process of a cell of the matrix with an inbox.
+    #[command(hide = true)]
+    CellService(matrix::service::Arguments),
     /// The sink of a run.
     #[command(hide = true)]
     Sink {
@@ -227,6 +235,11 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
             tokio::runtime::Runtime::new()?.block_on(matrix::consumer::run(consumer))?;
             Ok(ExitCode::SUCCESS)
         }
+        Some(Command::CellService(service)) => {
+            fleet::end_with_parent();
+            tokio::runtime::Runtime::new()?.block_on(matrix::service::run(service))?;
+            Ok(ExitCode::SUCCESS)
+        }
         Some(Command::Sink { folder }) => {
             fleet::end_with_parent();
             sink::serve(&folder, |address| println!("{address}"))?;
@@ -253,6 +266,7 @@ fn run_scenarios(arguments: &Arguments) -> Result<ExitCode, Error> {
         let options = matrix::MatrixOptions {
             steps,
             broker: arguments.broker,
+            store: arguments.store,
             guarantee: arguments.guarantee,
             side_by_side: arguments.side_by_side,
         };

@@ -1,10 +1,13 @@
 //! The matrix: aborts a process at every step of the delivery lifecycle, with each guarantee,
-//! broker and store, three times each.
+//! broker and store, three times each, and at every step of the inbox and its relay, twenty times
+//! each.
 
 mod cell;
 pub mod consumer;
 pub(crate) mod group;
 pub mod servers;
+pub mod service;
+mod service_cell;
 pub mod step;
 mod store_faults;
 pub mod table;
@@ -36,6 +39,8 @@ pub struct MatrixOptions {
     pub steps: Vec<String>,
     /// Only this broker.
     pub broker: Option<Broker>,
+    /// Only this store.
+    pub store: Option<TestedStore>,
     /// Only this guarantee.
     pub guarantee: Option<TestedGuarantee>,
     /// How many groups run in parallel.
@@ -58,6 +63,15 @@ pub fn columns() -> Vec<Combination> {
                     guarantee,
                 });
             }
+        }
+    }
+    for markers in [TestedStore::PostgresInbox, TestedStore::PostgresBatches] {
+        for broker in [Broker::Kafka, Broker::Rabbitmq] {
+            all.push(Combination {
+                broker,
+                markers,
+                guarantee: TestedGuarantee::EffectivelyOnce,
+            });
         }
     }
     all
@@ -89,6 +103,7 @@ pub fn run(
     };
     let combination = |combination: &Combination| {
         options.broker.is_none_or(|it| it == combination.broker)
+            && options.store.is_none_or(|it| it == combination.markers)
             && options
                 .guarantee
                 .map_or(combination.guarantee != TestedGuarantee::Bare, |it| {
@@ -119,10 +134,15 @@ pub fn run(
                     };
                     let folder = folder_of(folder, step, combination);
                     let since = Instant::now();
-                    let result = cell::run(&servers, step, combination, &[], &folder);
+                    let (cell, result) = if combination.markers.is_inbox() {
+                        let result = service_cell::run(&servers, step, combination, &folder);
+                        (Cell::of_rows(step, combination, &result), None)
+                    } else {
+                        let result = cell::run(&servers, step, combination, &[], &folder);
+                        (Cell::of(step, combination, &result), result.ok())
+                    };
                     let seconds = since.elapsed().as_secs();
-                    let cell = Cell::of(step, combination, &result);
-                    let report = result.ok().map(|result| {
+                    let report = result.map(|result| {
                         let (scenario, broker) = (
                             format!("matrix {}", step.name),
                             combination.broker.name().to_owned(),

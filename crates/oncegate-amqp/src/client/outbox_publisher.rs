@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Confirmation, Connection};
-use oncegate_core::internal::Lock;
+use oncegate_core::internal::{Lock, fault};
 use oncegate_core::outbox::{
     CONTENT_TYPE_HEADER, KEY_HEADER, NotPublished, OutboxMessage, Publisher,
 };
@@ -198,7 +198,7 @@ async fn publish_on(
         properties,
     );
     let confirm = match publishing.await {
-        Ok(confirm) => confirm.await,
+        Ok(confirm) => fault::when_pending("relay.publish.sent", confirm).await,
         Err(error) => Err(error),
     };
     match confirm {

@@ -14,6 +14,7 @@ use tokio::sync::{Semaphore, oneshot};
 use super::{CommitError, Inbox, InboxUnavailable, begin, end, is_unavailable, result_of_record};
 use crate::context::Context;
 use crate::defaults;
+use crate::fault;
 use crate::handler::{Failure, Handler};
 use crate::id::{Key, Scope};
 use crate::internal::Lock;
@@ -188,7 +189,9 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
     async fn run_batch(&self, batch: Vec<WaitingRun<H::Payload>>, run: &RunContext) {
         let _permit = self.transactions.acquire().await;
         let claims: Vec<Operation> = batch.iter().map(|run| run.claim.clone()).collect();
+        fault::point("inbox.batch.begin.before");
         let begun = self.inbox.begin_batch(&claims, run.longest_run()).await;
+        fault::point("inbox.batch.begin.after");
         let (mut items, mut ends) = (Vec::new(), Vec::new());
         let BatchTransaction {
             transaction,
@@ -222,7 +225,12 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
             AssertUnwindSafe(async { self.handler.handle(&items, &mut transaction).await });
         let handled = tokio::time::timeout(run.longest_run() / 2, handled.catch_unwind()).await;
         let outcome = match handled {
-            Ok(Ok(Ok(()))) => self.inbox.commit(transaction).await,
+            Ok(Ok(Ok(()))) => {
+                fault::point("inbox.batch.commit.before");
+                let committed = self.inbox.commit(transaction).await;
+                fault::point("inbox.batch.commit.after");
+                committed
+            }
             failed => {
                 let cause = match failed {
                     Ok(Ok(Err(failure))) => failure.to_string(),
@@ -232,7 +240,9 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
                 // The rollback waits for a statement that still runs. If the runs time out before
                 // its end, their next runs join no batch.
                 self.remember_as_cut_short(&claims);
+                fault::point("inbox.batch.rollback.before");
                 let rolled_back = self.inbox.rollback(transaction).await;
+                fault::point("inbox.batch.rollback.after");
                 rolled_back.and(Err(CommitError::RolledBack(cause.into())))
             }
         };

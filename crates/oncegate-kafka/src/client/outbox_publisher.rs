@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use oncegate_core::SourceError;
+use oncegate_core::internal::fault;
 use oncegate_core::outbox::{ID_HEADER, NotPublished, OutboxMessage, Publisher};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
@@ -81,7 +82,8 @@ impl Publisher for KafkaPublisher {
         let producers = self
             .producers()
             .map_err(|error| NotPublished::NotConfirmed(error.into()))?;
-        let result = match producers.batches.send(record(message)).await {
+        let sent = producers.batches.send(record(message));
+        let result = match fault::when_pending("relay.publish.sent", sent).await {
             Err(KafkaError::MessageProduction(code)) if is_rejection(code) => {
                 producers.singles.send(record(message)).await
             }

@@ -7,13 +7,13 @@ use oncegate_core::marker::{Guarantee, Marker, Operation, OperationKind, Verdict
 use oncegate_core::{Store, StoreError};
 use oncegate_postgres::Postgres;
 use oncegate_testkit::laws;
-use oncegate_testkit::proxy::{Proxy, RequestFault};
+use oncegate_testkit::proxy::RequestFault;
 use oncegate_testkit::servers::PostgresServer;
 use sqlx::Executor;
 
 use crate::support::{
-    DONE, GRANTED, SECOND, key, new_schema, new_schema_at, operation, raw, store_at, terms,
-    verdicts,
+    DONE, GRANTED, SECOND, behind_proxy, key, new_schema, new_schema_at, operation, raw, store_at,
+    terms, verdicts,
 };
 
 fn claim(id: &str, token: u128) -> Operation {
@@ -63,16 +63,6 @@ async fn histories_are_linearizable_while_the_server_is_killed() {
         assert!(restarted, "it starts again");
     })
     .await;
-}
-
-/// A server, a proxy to it, and the URL of a new schema through the proxy.
-async fn behind_proxy() -> (PostgresServer, Proxy, String) {
-    let server = PostgresServer::start(&[]).expect("PostgreSQL");
-    let proxy = Proxy::to(server.port()).expect("a proxy");
-    let url = new_schema_at(&server.url()).await;
-    let [direct, through] = [server.port(), proxy.port()].map(|port| format!(":{port}/"));
-    let url = url.replace(&direct, &through);
-    (server, proxy, url)
 }
 
 #[tokio::test(flavor = "multi_thread")]

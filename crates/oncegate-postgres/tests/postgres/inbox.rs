@@ -27,7 +27,7 @@ const CONNECTIONS: u32 = 8;
 
 /// What a run does after it has inserted its row.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Then {
+pub(crate) enum Then {
     Succeed,
     Fail,
     Refuse,
@@ -44,16 +44,16 @@ enum Then {
 }
 
 /// Inserts a row for each run. The first run of a message fails as `first` says.
-struct InsertsRows {
-    first: Then,
+pub(crate) struct InsertsRows {
+    pub(crate) first: Then,
     /// Whether all runs fail like the first one.
-    always: bool,
-    runs: Arc<AtomicUsize>,
-    pause: Duration,
+    pub(crate) always: bool,
+    pub(crate) runs: Arc<AtomicUsize>,
+    pub(crate) pause: Duration,
 }
 
 impl InsertsRows {
-    fn new(first: Then) -> Self {
+    pub(crate) fn new(first: Then) -> Self {
         Self {
             first,
             always: false,
@@ -148,7 +148,7 @@ fn consumer<H: TransactionalHandler<PostgresInbox>>(
 }
 
 /// Consumes until the broker has no message left.
-async fn consume(broker: &MemoryBroker, pool: &PgPool, handler: InsertsRows) {
+pub(crate) async fn consume(broker: &MemoryBroker, pool: &PgPool, handler: InsertsRows) {
     let run = consumer(broker, pool, handler)
         .scope("ledger")
         .max_inline_retries(0)

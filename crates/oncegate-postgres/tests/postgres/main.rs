@@ -3,6 +3,7 @@
 
 mod batches;
 mod differential;
+mod failover;
 mod faults;
 mod inbox;
 mod laws;

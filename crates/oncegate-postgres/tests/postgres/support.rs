@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use oncegate_core::marker::Token;
 use oncegate_postgres::Postgres;
+use oncegate_testkit::proxy::Proxy;
 use oncegate_testkit::servers::PostgresServer;
 use sqlx::{Connection, Executor, PgConnection, query};
 use tokio::task::JoinHandle;
@@ -61,6 +62,16 @@ pub(crate) async fn terminate_sessions(url: &str, is_over: impl Fn() -> bool) ->
     }
     println!("{terminated} sessions terminated");
     terminated
+}
+
+/// A server, a proxy to it, and the URL of a new schema through the proxy.
+pub(crate) async fn behind_proxy() -> (PostgresServer, Proxy, String) {
+    let server = PostgresServer::start(&[]).expect("PostgreSQL");
+    let proxy = Proxy::to(server.port()).expect("a proxy");
+    let url = new_schema_at(&server.url()).await;
+    let [direct, through] = [server.port(), proxy.port()].map(|port| format!(":{port}/"));
+    let url = url.replace(&direct, &through);
+    (server, proxy, url)
 }
 
 /// Kills the server five times at random times, and starts it again.

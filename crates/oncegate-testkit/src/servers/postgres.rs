@@ -7,6 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::Signal;
+use tempfile::TempDir;
 
 use super::ServerError;
 use super::port::free_ports;
@@ -37,21 +38,46 @@ impl PostgresServer {
     /// # Errors
     /// [`ServerError`], with the end of the server's log, when it does not start.
     pub fn start(settings: &[(&str, &str)]) -> Result<Self, ServerError> {
-        let [port] = free_ports(Postgres::NAME)?;
-        let directory = temporary_directory(Postgres::NAME)?;
-        if rustix::process::geteuid().is_root() {
-            let mut chown = Command::new("chown");
-            chown.arg(USER).arg(directory.path());
-            run_program(Postgres::NAME, &mut chown, "chown", Postgres::ADVICE)?;
-        }
+        let directory = owned_directory()?;
         let mut create = program("initdb");
         create
             .arg("-D")
             .arg(data(directory.path()))
             .args(["-A", "trust", "-U", USER, "-E", "UTF8"])
             .args(["--no-sync", "--no-instructions"]);
-        let mut create = ServerSet::current()?.command(&create);
-        run_program(Postgres::NAME, &mut create, "initdb", Postgres::ADVICE)?;
+        run(&create, "initdb")?;
+        Self::launch_in(directory, settings)
+    }
+
+    /// Starts a streaming replica of this server with these settings, and returns when it answers
+    /// queries. Commits wait for it if the server's `synchronous_standby_names` is `*`.
+    ///
+    /// # Errors
+    /// As for [`start`](Self::start).
+    pub fn start_replica(&self, settings: &[(&str, &str)]) -> Result<Self, ServerError> {
+        let directory = owned_directory()?;
+        let mut copy = program("pg_basebackup");
+        copy.arg("-D")
+            .arg(data(directory.path()))
+            .args(["-h", "127.0.0.1", "-p", &self.port().to_string()])
+            .args(["-U", USER, "-R", "-X", "stream", "-c", "fast", "--no-sync"]);
+        run(&copy, "pg_basebackup")?;
+        Self::launch_in(directory, settings)
+    }
+
+    /// Makes a replica the primary, and returns when it accepts writes.
+    ///
+    /// # Errors
+    /// [`ServerError`] with the error of `pg_ctl promote`.
+    pub fn promote(&self) -> Result<(), ServerError> {
+        let mut promote = program("pg_ctl");
+        promote.arg("promote").arg("-D");
+        promote.arg(data(self.directory()));
+        run(&promote, "pg_ctl promote")
+    }
+
+    fn launch_in(directory: TempDir, settings: &[(&str, &str)]) -> Result<Self, ServerError> {
+        let [port] = free_ports(Postgres::NAME)?;
         let owned = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
         let settings = settings.iter().map(owned).collect();
         Self::launch(Postgres { port, settings }, directory)
@@ -73,6 +99,7 @@ impl ServerKind for Postgres {
     const ADVICE: &'static str = "`cargo xtask setup` installs it (Debian's package is postgresql)";
     const START_TIMEOUT: Duration = Duration::from_secs(60);
     const IN_SERVER_SET: bool = true;
+    const SERVES_IN_CHILDREN: bool = true;
     // With SIGTERM the server would wait until all clients have disconnected.
     const STOP_SIGNAL: Signal = Signal::INT;
 
@@ -106,6 +133,23 @@ fn accepts_sessions(port: u16) -> std::io::Result<bool> {
     let mut reply = [0];
     stream.read_exact(&mut reply)?;
     Ok(reply == *b"R") // authentication; an error would be `E`
+}
+
+/// A temporary directory that belongs to the server's user.
+fn owned_directory() -> Result<TempDir, ServerError> {
+    let directory = temporary_directory(Postgres::NAME)?;
+    if rustix::process::geteuid().is_root() {
+        let mut chown = Command::new("chown");
+        chown.arg(USER).arg(directory.path());
+        run_program(Postgres::NAME, &mut chown, "chown", Postgres::ADVICE)?;
+    }
+    Ok(directory)
+}
+
+/// Runs a program of the current server set.
+fn run(command: &Command, shown: &str) -> Result<(), ServerError> {
+    let mut command = ServerSet::current()?.command(command);
+    run_program(Postgres::NAME, &mut command, shown, Postgres::ADVICE).map(drop)
 }
 
 fn data(directory: &Path) -> PathBuf {

@@ -72,6 +72,19 @@ impl ProcessId {
         self.ended_within(Duration::from_secs(10));
     }
 
+    /// Sends a signal to the children of the process.
+    pub(crate) fn signal_children(self, signal: Signal) {
+        // Each thread of a process lists the children that it has started.
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.number));
+        for thread in threads.into_iter().flatten().flatten() {
+            let children = std::fs::read_to_string(thread.path().join("children"));
+            for number in children.unwrap_or_default().split_whitespace() {
+                let child = number.parse().ok().and_then(Self::running);
+                child.into_iter().for_each(|child| child.signal(signal));
+            }
+        }
+    }
+
     pub(crate) fn signal(self, signal: Signal) {
         if let (true, Some(pid)) = (self.is_running(), self.pid()) {
             // Fails if the process ends after the check; then there is nothing to do.

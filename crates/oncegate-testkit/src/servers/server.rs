@@ -27,6 +27,9 @@ pub trait ServerKind {
     /// Whether the programs come from the current [`ServerSet`]; otherwise they are the host's.
     const IN_SERVER_SET: bool;
 
+    /// Whether the server serves its clients in child processes, which are frozen with it.
+    const SERVES_IN_CHILDREN: bool = false;
+
     /// The signal that stops the server.
     const STOP_SIGNAL: Signal = Signal::TERM;
 
@@ -241,6 +244,9 @@ impl<K: ServerKind> Server<K> {
             .and_then(|child| ProcessId::running(child.id()))
         {
             process.signal(signal);
+            if K::SERVES_IN_CHILDREN {
+                process.signal_children(signal);
+            }
         }
     }
 

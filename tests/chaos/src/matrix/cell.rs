@@ -16,9 +16,9 @@ use crate::ledger::{Ledger, StoreOperation, What};
 use crate::message::{OutgoingMessage, Work};
 
 /// The time limit until a process reaches its step.
-const STEP_TIMEOUT: Duration = Duration::from_secs(120);
+pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(120);
 /// The status of a process that aborted.
-const ABORTED: &str = "signal 6";
+pub(super) const ABORTED: &str = "signal 6";
 
 /// The result of a cell.
 pub(crate) struct CellResult {
@@ -81,12 +81,7 @@ pub(crate) fn run(
         match group.ended(&mut consumer, STEP_TIMEOUT)? {
             Some(status) => {
                 let how = status_text(status);
-                let log = std::fs::read_to_string(folder.join(format!("{}.log", consumer.name)))?;
-                if how == ABORTED
-                    && log
-                        .lines()
-                        .any(|line| line.ends_with(&format!("oncegate-failpoint {armed}")))
-                {
+                if how == ABORTED && consumer.aborted_at(folder, &armed)? {
                     seen += 1;
                 } else {
                     missed.push(format!(

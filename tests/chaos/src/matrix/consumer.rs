@@ -25,14 +25,18 @@ use crate::worker::{Broker, CommonArguments, RecordedRun, Worker, reconcile};
 /// The handler timeout: longer than the handling of any message of a cell.
 const TIMEOUT: Duration = Duration::from_secs(8);
 
-/// The marker store.
+/// Where messages are recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum TestedStore {
     /// In a Redis.
     Redis,
     /// In a SQLite file.
     Sqlite,
+    /// By an inbox in PostgreSQL, in a transaction for each message; with an outbox.
+    PostgresInbox,
+    /// The same, with transactions for batches of messages.
+    PostgresBatches,
 }
 
 /// The arguments of a consumer of a cell.
@@ -133,6 +137,7 @@ async fn consume(source: impl Connect, arguments: &Arguments, worker: Worker) ->
     let store: Arc<dyn Store> = match arguments.markers {
         TestedStore::Redis => Arc::new(Redis::at(&arguments.store)),
         TestedStore::Sqlite => Arc::new(Sqlite::file(&arguments.store)),
+        _ => return Err("an inbox has a process of its own".into()),
     };
     let store = Arc::new(StallRecorder::new(store, Arc::clone(&log)));
     let mut builder = Consumer::builder();

@@ -54,11 +54,18 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(300);
 pub struct Combination {
     /// The broker.
     pub broker: Broker,
-    /// The marker store.
+    /// Where messages are recorded.
     pub markers: TestedStore,
     /// The guarantee.
     #[serde(rename = "promise")]
     pub guarantee: TestedGuarantee,
+}
+
+impl Combination {
+    /// How many processes are aborted at each step.
+    pub fn runs(self) -> u64 {
+        if self.markers.is_inbox() { 20 } else { 3 }
+    }
 }
 
 /// A running group.
@@ -96,6 +103,54 @@ impl Drop for GroupMember {
 }
 
 impl GroupMember {
+    /// Starts this program with these arguments. Appends its log to `<name>.log` in the folder.
+    pub(crate) fn start<'a>(
+        folder: &Path,
+        name: &str,
+        arguments: impl IntoIterator<Item = &'a str>,
+        environment: &[(&str, &str)],
+    ) -> Result<Self, Error> {
+        // Not by its path: a newer build may have replaced the file.
+        let mut command = Command::new("/proc/self/exe");
+        let log = OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(folder.join(format!("{name}.log")))?;
+        command
+            .arg0("oncegate-chaos")
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .env("RUST_BACKTRACE", "0")
+            .envs(environment.iter().copied());
+        let mut child = command.spawn()?;
+        Ok(Self {
+            name: name.to_owned(),
+            _stdin: child.stdin.take(),
+            child,
+        })
+    }
+
+    /// Waits until it has ended; none if it does not in time.
+    pub(crate) fn ended_within(&mut self, timeout: Duration) -> Result<Option<ExitStatus>, Error> {
+        let until = Instant::now() + timeout;
+        loop {
+            let status = self.child.try_wait()?;
+            if status.is_some() || Instant::now() > until {
+                return Ok(status);
+            }
+            std::thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    /// Whether its log says that it aborted at this armed step.
+    pub(crate) fn aborted_at(&self, folder: &Path, armed: &str) -> Result<bool, Error> {
+        let log = std::fs::read_to_string(folder.join(format!("{}.log", self.name)))?;
+        let end = format!("oncegate-failpoint {armed}");
+        Ok(log.lines().any(|line| line.ends_with(&end)))
+    }
+
     /// Sends it a signal.
     pub(crate) fn signal(&self, signal: Signal) -> Result<(), Error> {
         // The process id cannot be reused before the child is waited for.
@@ -131,7 +186,7 @@ impl<'a> ConsumerGroup<'a> {
         let memory = crate::in_memory()?;
         let store = match combination.markers {
             TestedStore::Redis => servers.redis(),
-            TestedStore::Sqlite => memory.path().join(FILE).display().to_string(),
+            _ => memory.path().join(FILE).display().to_string(),
         };
         let guarantee = serde_json::to_value(combination.guarantee)?
             .as_str()
@@ -198,30 +253,11 @@ impl<'a> ConsumerGroup<'a> {
         environment: &[(&str, &str)],
         more: &[&str],
     ) -> Result<GroupMember, Error> {
-        // Not by its path: a newer build may have replaced the file.
-        let mut command = Command::new("/proc/self/exe");
-        let log = OpenOptions::new()
-            .append(true)
-            .create(true)
-            .open(self.folder.join(format!("{name}.log")))?;
-        command
-            .arg0("oncegate-chaos")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(log);
-        command
-            .args(["cell-consumer", "--name", name])
-            .args(&self.arguments)
-            .args(more);
-        command
-            .env("RUST_BACKTRACE", "0")
-            .envs(environment.iter().copied());
-        let mut child = command.spawn()?;
-        Ok(GroupMember {
-            name: name.to_owned(),
-            _stdin: child.stdin.take(),
-            child,
-        })
+        let arguments = ["cell-consumer", "--name", name]
+            .into_iter()
+            .chain(self.arguments.iter().map(String::as_str))
+            .chain(more.iter().copied());
+        GroupMember::start(&self.folder, name, arguments, environment)
     }
 
     /// Publishes messages, and returns when all are confirmed.
@@ -512,7 +548,7 @@ impl<'a> ConsumerGroup<'a> {
                 let key = scope.key(&MessageId::new(&id).ok_or("an id")?);
                 let marker = match self.combination.markers {
                     TestedStore::Redis => redis.read_marker(&key).await?,
-                    TestedStore::Sqlite => file.read_marker(&key).await?,
+                    _ => file.read_marker(&key).await?,
                 };
                 match marker {
                     Marker::InProgress(hold) => {

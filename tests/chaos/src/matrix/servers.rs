@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 
 use oncegate_testkit::servers::{
-    KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer,
+    KafkaServer, PostgresServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer,
 };
+use sqlx::{Connection, PgConnection};
 use tokio::runtime::Runtime;
 
 use super::consumer::TestedStore;
@@ -16,6 +17,7 @@ pub struct MatrixServers {
     kafka: KafkaServer,
     rabbit: RabbitServer,
     redis: RedisServer,
+    postgres: PostgresServer,
     pub(crate) runtime: Runtime,
 }
 
@@ -32,14 +34,20 @@ impl MatrixServers {
         std::thread::scope(|scope| {
             let kafka = scope.spawn(KafkaServer::start);
             let rabbit = scope.spawn(RabbitServer::start);
+            // Each process of a cell with an inbox has up to 16 sessions.
+            let postgres = scope.spawn(|| PostgresServer::start(&[("max_connections", "400")]));
             let redis =
                 RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))?;
             let kafka = kafka.join().map_err(|_| "starting Kafka panicked")??;
             let rabbit = rabbit.join().map_err(|_| "starting RabbitMQ panicked")??;
+            let postgres = postgres
+                .join()
+                .map_err(|_| "starting PostgreSQL panicked")??;
             Ok(Self {
                 kafka,
                 rabbit,
                 redis,
+                postgres,
                 runtime,
             })
         })
@@ -58,6 +66,10 @@ impl MatrixServers {
 
     pub(crate) fn redis(&self) -> String {
         self.redis.url()
+    }
+
+    pub(crate) fn postgres(&self) -> String {
+        self.postgres.url()
     }
 
     /// The lines of RabbitMQ's log that refuse an acknowledgement (406), of all groups.
@@ -87,11 +99,17 @@ impl MatrixServers {
             .trim()
             .to_owned();
         let kafka = crate::servers::kafka_version();
+        let postgres = self.runtime.block_on(async {
+            let mut connection = PgConnection::connect(&self.postgres()).await?;
+            let version = sqlx::query_scalar("SHOW server_version");
+            version.fetch_one(&mut connection).await
+        });
         let commit = crate::servers::commit().to_owned();
         let named = [
             ("Redis", redis),
             ("RabbitMQ", rabbit),
             ("Kafka", kafka.unwrap_or_else(|| "unknown".into())),
+            ("PostgreSQL", postgres.unwrap_or_else(|_| "unknown".into())),
             ("commit", commit),
         ];
         named
@@ -107,6 +125,13 @@ impl TestedStore {
         match self {
             Self::Redis => "redis",
             Self::Sqlite => "sqlite",
+            Self::PostgresInbox => "postgres-inbox",
+            Self::PostgresBatches => "postgres-batches",
         }
+    }
+
+    /// Whether messages are recorded by an inbox.
+    pub(crate) fn is_inbox(self) -> bool {
+        matches!(self, Self::PostgresInbox | Self::PostgresBatches)
     }
 }

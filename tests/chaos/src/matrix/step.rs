@@ -12,7 +12,8 @@ pub struct CrashStep {
     pub name: &'static str,
     /// The description in the table.
     pub text: &'static str,
-    /// For each of the three runs, at which pass of the point the process aborts.
+    /// For each of three runs, at which pass of the point the process aborts; then again from the
+    /// first.
     pub(crate) passes: [u32; 3],
     /// What makes the consumer reach the point.
     pub(crate) trigger: Trigger,
@@ -41,11 +42,16 @@ pub(crate) enum Trigger {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Only {
     Everywhere,
+    MarkerStore,
     AtMostOnce,
     NotBare,
     Kafka,
     RabbitMq,
     Sqlite,
+    Inbox,
+    InboxBatches,
+    /// With an inbox, by messages or batches.
+    AnyInbox,
 }
 
 const SEVERAL_PASSES: [u32; 3] = [1, 2, 4];
@@ -68,34 +74,34 @@ const fn step(
 }
 
 /// All steps, in the order of the delivery lifecycle.
-pub const STEPS: [CrashStep; 56] = [
+pub const STEPS: [CrashStep; 77] = [
     step(
         "delivery",
         "a delivery was received, and nothing was sent to the store",
         SEVERAL_PASSES,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "claim.before",
         "before a claim is sent",
         SEVERAL_PASSES,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "claim.after",
         "the store applied a claim, and its reply was not read",
         SEVERAL_PASSES,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "handler.before",
         "the claim is granted, before the handler starts",
         SEVERAL_PASSES,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "effect.before",
@@ -116,7 +122,7 @@ pub const STEPS: [CrashStep; 56] = [
         "after the handler returned",
         SEVERAL_PASSES,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "renew.before",
@@ -137,42 +143,42 @@ pub const STEPS: [CrashStep; 56] = [
         "before a completion is sent",
         SEVERAL_PASSES,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "complete.after",
         "the store applied a completion, and its reply was not read",
         SEVERAL_PASSES,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "clear.before",
         "before an id is cleared for another attempt",
         FIRST_PASS,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "clear.after",
         "the store cleared an id, and its reply was not read",
         FIRST_PASS,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "reject.before",
         "before an id is recorded as rejected",
         FIRST_PASS,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "reject.after",
         "the store recorded a rejection, and its reply was not read",
         FIRST_PASS,
         Trigger::Work,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "doubt.before",
@@ -238,6 +244,97 @@ pub const STEPS: [CrashStep; 56] = [
         Only::Sqlite,
     ),
     step(
+        "inbox.begin.before",
+        "before the transaction begins",
+        SEVERAL_PASSES,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "inbox.begin.after",
+        "the transaction has inserted its record, before the handler starts",
+        SEVERAL_PASSES,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "inbox.rollback.before",
+        "the handler failed, before the rollback",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "inbox.rollback.after",
+        "the transaction is rolled back",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "inbox.commit.before",
+        "the handler returned, before the commit",
+        SEVERAL_PASSES,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "inbox.commit.after",
+        "the transaction is committed, and nothing is settled",
+        SEVERAL_PASSES,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "inbox.batch.begin.before",
+        "before the transaction of a batch begins",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::InboxBatches,
+    ),
+    step(
+        "inbox.batch.begin.after",
+        "the transaction of a batch has inserted its records, before the handler starts",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::InboxBatches,
+    ),
+    step(
+        "inbox.batch.rollback.before",
+        "the handler of a batch failed, before the rollback",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::InboxBatches,
+    ),
+    step(
+        "inbox.batch.rollback.after",
+        "the transaction of a batch is rolled back",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::InboxBatches,
+    ),
+    step(
+        "inbox.batch.commit.before",
+        "the handler of a batch returned, before the commit",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::InboxBatches,
+    ),
+    step(
+        "inbox.batch.commit.after",
+        "the transaction of a batch is committed, and nothing is settled",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::InboxBatches,
+    ),
+    step(
+        "postgres.commit.before",
+        "outgoing messages are in the outbox, before `COMMIT` is sent",
+        SEVERAL_PASSES,
+        Trigger::Work,
+        Only::AnyInbox,
+    ),
+    step(
         "settle.before",
         "before a settlement is passed to the source",
         SEVERAL_PASSES,
@@ -250,6 +347,62 @@ pub const STEPS: [CrashStep; 56] = [
         SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
+    ),
+    step(
+        "relay.read",
+        "the relay has read rows, and published none",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "relay.publish.before",
+        "before a message of the outbox is published",
+        SEVERAL_PASSES,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "relay.publish.sent",
+        "a message of the outbox was sent, and its confirm was not read",
+        SEVERAL_PASSES,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "relay.publish.confirmed",
+        "a message of the outbox is confirmed, and its row not deleted",
+        SEVERAL_PASSES,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "relay.remove.before",
+        "before rows of confirmed messages are deleted",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "relay.remove.after",
+        "rows of confirmed messages are deleted",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "relay.park.before",
+        "before a refused message is parked",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::Inbox,
+    ),
+    step(
+        "relay.park.after",
+        "a refused message is parked",
+        FIRST_PASS,
+        Trigger::Work,
+        Only::Inbox,
     ),
     step(
         "kafka.assign.before",
@@ -445,28 +598,40 @@ pub const STEPS: [CrashStep; 56] = [
         "the drain has begun, and handlers run",
         FIRST_PASS,
         Trigger::Drain,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "drain.closing",
         "drained, before the source is closed",
         FIRST_PASS,
         Trigger::Drain,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
     step(
         "drain.closed",
         "the source is closed, and the process has not ended",
         FIRST_PASS,
         Trigger::Drain,
-        Only::Everywhere,
+        Only::MarkerStore,
     ),
 ];
 
 impl CrashStep {
     /// Why the step does not exist in this combination; none if it does.
     pub fn absent(&self, combination: Combination) -> Option<&'static str> {
+        let exists_with_inbox = match self.only {
+            Only::Everywhere | Only::AnyInbox => true,
+            Only::Inbox => combination.markers == TestedStore::PostgresInbox,
+            Only::InboxBatches => combination.markers == TestedStore::PostgresBatches,
+            _ => false,
+        };
         match self.only {
+            _ if combination.markers.is_inbox() => (!exists_with_inbox).then_some(
+                "tested with a marker store, or with the other kind of transactions of the inbox",
+            ),
+            Only::Inbox | Only::InboxBatches | Only::AnyInbox => {
+                Some("a step of the inbox or its relay")
+            }
             Only::NotBare if combination.guarantee == TestedGuarantee::Bare => {
                 Some("bare has no leases")
             }
@@ -572,7 +737,10 @@ mod tests {
                 .any(|combination| step.absent(combination).is_none())
         };
         assert!(STEPS.iter().all(exists));
-        for combination in crate::matrix::columns() {
+        let with_store = crate::matrix::columns()
+            .into_iter()
+            .filter(|combination| !combination.markers.is_inbox());
+        for combination in with_store {
             let of = |beginning: &str| {
                 STEPS.iter().any(|step| {
                     step.name.starts_with(beginning) && step.absent(combination).is_none()

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cell::CellResult;
 use super::group::Combination;
+use super::service_cell::ServiceResult;
 use super::step::{CrashStep, STEPS};
 use super::{columns, consumer::TestedStore};
 use crate::Error;
@@ -117,9 +118,27 @@ impl Cell {
         cell
     }
 
+    /// The result of a run with an inbox.
+    pub(crate) fn of_rows(
+        step: &CrashStep,
+        combination: Combination,
+        result: &Result<ServiceResult, Error>,
+    ) -> Self {
+        let mut cell = Self::empty(step, combination);
+        match result {
+            Err(error) => cell.wrong.push(error.to_string()),
+            Ok(result) => {
+                (cell.runs, cell.confirmed) = (result.aborted, result.sent);
+                (cell.lost, cell.doubled) = (result.lost, result.doubled);
+                cell.wrong.clone_from(&result.wrong);
+            }
+        }
+        cell
+    }
+
     /// Whether no invariant was violated and all processes aborted at the step.
     pub fn passed(&self) -> bool {
-        self.wrong.is_empty() && (self.absent.is_some() || self.runs >= 3)
+        self.wrong.is_empty() && (self.absent.is_some() || self.runs >= self.combination.runs())
     }
 
     /// One line.
@@ -147,6 +166,7 @@ impl Cell {
 /// The combination as text.
 fn named(combination: Combination) -> String {
     let guarantee = match combination.guarantee {
+        _ if combination.markers.is_inbox() => "exactly once in a database",
         TestedGuarantee::AtMostOnce => "at most once",
         TestedGuarantee::EffectivelyOnce => "effectively once",
         TestedGuarantee::Bare => "bare",
@@ -158,10 +178,11 @@ fn named(combination: Combination) -> String {
     };
     format!(
         "{guarantee}, {broker}, {}",
-        if combination.markers == TestedStore::Redis {
-            "Redis"
-        } else {
-            "SQLite"
+        match combination.markers {
+            TestedStore::Redis => "Redis",
+            TestedStore::Sqlite => "SQLite",
+            TestedStore::PostgresInbox => "PostgreSQL",
+            TestedStore::PostgresBatches => "PostgreSQL in batches",
         }
     )
 }
