@@ -200,8 +200,8 @@ fn every_rust_block_is_part_of_a_compiled_file() {
 }
 
 /// Samples that run until a signal and are not in the list of `tests/build.rs`: the tests of this
-/// package start `stop` as it is.
-const STOPPED_ELSEWHERE: &[&str] = &["oncegate/examples/stop.rs"];
+/// package start `stop` as it is, and those of the demo stop its workers.
+const STOPPED_ELSEWHERE: &[&str] = &["oncegate/examples/stop.rs", "examples/payments/src/real.rs"];
 
 #[test]
 fn each_sample_that_runs_until_a_signal_is_stopped_by_a_test() {

@@ -79,8 +79,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             let source = Kafka::topic(&from)
                 .brokers(url)
                 .group(from)
-                .property("session.timeout.ms", "6000")
-                .property("heartbeat.interval.ms", "1000")
+                // Shorter than the time between two kills.
+                .property("session.timeout.ms", "1000")
+                .property("heartbeat.interval.ms", "200")
                 .create_topics(creation);
             let id = if is_first { "id" } else { "message-id" };
             let publisher = source.publisher();

@@ -1,5 +1,8 @@
 //! Two services with inbox and outbox: all processes are killed again and again, and each message
 //! has its effect once in both.
+//!
+//! `ONCEGATE_CHAIN_ROUNDS=50 cargo xtask test --test end_to_end killed_services` kills each process
+//! 25 times instead of 5.
 
 use std::time::Duration;
 
@@ -11,8 +14,16 @@ use crate::world::World;
 
 on_both_brokers!(killed_services_pass_each_message_on_once);
 
-/// The messages to the first service. Each causes two to the second one.
-const MESSAGES: i64 = 1_500;
+/// The messages to the first service in each round. Each causes two to the second one.
+const BATCH: i64 = 150;
+
+/// The number of rounds, in each of which one process of each service is killed.
+fn rounds() -> i64 {
+    match std::env::var("ONCEGATE_CHAIN_ROUNDS") {
+        Ok(rounds) => rounds.parse().expect("ONCEGATE_CHAIN_ROUNDS is a number"),
+        Err(_) => 10,
+    }
+}
 
 /// A new schema for a service: its URL, and a pool.
 async fn schema(name: &str) -> (String, PgPool) {
@@ -41,14 +52,14 @@ async fn killed_services_pass_each_message_on_once(broker: Broker) {
     let start_first = || first.start_service(&first_url, Some(&second.name));
     let start_second = || second.start_service(&second_url, None);
     let mut processes = [start_first(), start_first(), start_second(), start_second()].map(Some);
-    let batch = MESSAGES / 10;
-    for round in 0..10 {
-        let ids = round * batch..(round + 1) * batch;
+    for round in 0..rounds() {
+        let ids = round * BATCH..(round + 1) * BATCH;
         first
             .publish(ids.map(|id| Sent::new(format!("id-{id}"), "work")))
             .await;
         // Late enough that the processes have started and handle messages.
-        tokio::time::sleep(Duration::from_millis(1_000 + 137 * round.unsigned_abs())).await;
+        let pause = Duration::from_millis(1_000 + 137 * (round.unsigned_abs() % 10));
+        tokio::time::sleep(pause).await;
         for (index, process) in processes.iter_mut().enumerate() {
             if index % 2 == usize::from(round % 2 == 0) {
                 process.take().expect("it runs").kill();
@@ -60,7 +71,8 @@ async fn killed_services_pass_each_message_on_once(broker: Broker) {
             }
         }
     }
-    let all = 2 * MESSAGES;
+    let messages = rounds() * BATCH;
+    let all = 2 * messages;
     second
         .until(
             "each message has its effect in the second service",
@@ -74,7 +86,7 @@ async fn killed_services_pass_each_message_on_once(broker: Broker) {
             count == 0 && second.broker.left(&second.name).await == 0
         })
         .await;
-    assert_eq!(effects(&first_pool).await, (MESSAGES, MESSAGES));
+    assert_eq!(effects(&first_pool).await, (messages, messages));
     assert_eq!(effects(&second_pool).await, (all, all));
     assert_eq!(second.dead_letters().await, []);
     let [a, b, c, d] = processes.map(|process| process.expect("it runs"));
