@@ -223,12 +223,12 @@ async fn index(State(state): State<Arc<AdminState>>) -> String {
     let metrics = if state.metrics.is_some() {
         "all metrics of the process in the Prometheus text format"
     } else {
-        "not available: no metrics recorder was installed"
+        "not available: the admin port was started without metrics"
     };
     format!(
         "oncegate admin port\n\n\
          /live     200 while the process responds\n\
-         /ready    200 while every consumer receives messages, 503 otherwise\n\
+         /ready    200 while every consumer is connected, has its store and does not drain, 503 otherwise\n\
          /status   consumers, sources and the last warnings and errors as JSON\n\
          /metrics  {metrics}\n"
     )

@@ -129,7 +129,7 @@ pub const METRICS: &[Metric] = &[
     ),
     Metric::histogram(
         HANDLE_SECONDS,
-        "Duration of one run of the handler or of reconcile, without dropped runs",
+        "Duration of one run of the handler or of reconcile, without runs that a drain or a lost lease ended",
     ),
     Metric::histogram(
         COMPLETE_SECONDS,
@@ -161,7 +161,7 @@ pub const METRICS: &[Metric] = &[
     Metric::gauge(
         ISOLATED,
         &[],
-        "Deliveries in isolation or waiting for it, because processes crashed while they handled them",
+        "Deliveries that run apart from others, or wait for that, because processes crashed while they handled them",
     ),
     Metric::gauge(
         STORE_UNAVAILABLE,
@@ -171,7 +171,7 @@ pub const METRICS: &[Metric] = &[
     Metric::counter(
         SHADOW,
         &["outcome"],
-        "Claims that only a Shadow granted, by the store's answer: accept (duplicate), wait (busy), doubt, conflict, reject, pause (no answer)",
+        "Claims that shadow mode granted and the store did not, by the store's answer: accept (duplicate), wait (busy), doubt, conflict, reject, pause (no answer)",
     ),
 ];
 

@@ -27,7 +27,7 @@ macro_rules! outcomes {
 }
 
 outcomes!(
-    first: "a claim was granted as attempt 1: nothing ran before, or failed without an effect",
+    first: "a claim was granted as attempt 1: no attempt ran before, or all of them failed without an effect",
     reclaimed: "a claim was granted, or found in doubt, after an attempt whose outcome is unknown, or whose holder crashed or lost its lease",
     after_crash: "a claim was granted, or found in doubt, for a message during whose handling a process had crashed",
     duplicate: "the id was done before: accepted without a run",

@@ -73,8 +73,9 @@ pub enum GroupProtocol {
     /// the assignor `cooperative-sticky` by default.
     #[default]
     Classic,
-    /// The protocol of KIP-848: the group coordinator assigns the partitions, one by one, and the
-    /// brokers define session timeout and heartbeat interval. Requires Kafka 4.0 or later.
+    /// The protocol of KIP-848: the group coordinator assigns the partitions. Each moves as
+    /// soon as its former member has released it. The brokers define session timeout and heartbeat
+    /// interval. Requires Kafka 4.0 or later.
     ///
     /// A second member with the same `group.instance.id` waits until the first has left.
     Consumer,
@@ -107,9 +108,10 @@ pub enum OutOfRange {
     /// logged as errors with the offsets.
     #[default]
     Earliest,
-    /// The consumer ends with an error that names the offset. It also ends if the committed offset
-    /// has another topic id and no cluster id shows whether the topic was recreated or is a
-    /// replica. (With `Earliest`, it continues at the committed offset then.)
+    /// The consumer ends with an error that names the offset. The ids of topic and cluster are
+    /// stored with each committed offset. The consumer also ends if the topic now has another id and
+    /// the id of the cluster is missing: then the topic was recreated, or is a copy from another
+    /// cluster. (With `Earliest`, it continues at the committed offset.)
     Error,
 }
 

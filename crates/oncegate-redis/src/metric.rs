@@ -10,7 +10,7 @@ pub const REDIS_METRICS: &[Metric] = &[
     Metric::gauge(
         PAUSED,
         &[],
-        "1 while at-most-once claims are paused because Redis lost data",
+        "1 while at-most-once claims are paused because Redis lost data or its clock jumped forward",
     ),
     Metric::counter(
         ANOMALIES,

@@ -76,8 +76,9 @@ impl BrokerNode {
             return Err(url_error("it is not an AMQP URL"));
         };
         let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
-        // After such a character in the password, the user's name would be parsed as the host, and
-        // parts of the password as the port and the virtual host, which are logged.
+        // If the password has one of these characters, the authority ends there: the user's name
+        // would be parsed as the host, and parts of the password as the port and the virtual host,
+        // which are logged.
         if path.contains(['@', '#']) {
             return Err(url_error(
                 "it contains a character that must be percent-encoded: / as %2f, @ as %40, # as %23, ? as %3f",

@@ -21,7 +21,7 @@ pub(crate) const DELAYS: [Duration; 5] = [
 #[derive(Clone, Debug)]
 pub(crate) struct QueueSpec {
     pub(crate) purpose: QueuePurpose,
-    /// The setting that has the name of the queue.
+    /// The setting from which the name of the queue comes.
     pub(crate) setting: &'static str,
     pub(crate) name: ShortString,
     pub(crate) arguments: FieldTable,
@@ -41,7 +41,7 @@ pub(crate) enum QueuePurpose {
 
 /// The delivery limit of the dead-letter and in-doubt queues: operators read and requeue their
 /// messages often, and RabbitMQ 4 drops a message after 20 redeliveries by default. The largest
-/// value that the argument allows, because older releases have no value for "unlimited".
+/// 32-bit integer, because older releases have no value for "unlimited".
 const UNLIMITED_DELIVERIES: i32 = i32::MAX;
 
 /// The consumed queue, the dead-letter queue and the in-doubt queue.
