@@ -48,10 +48,6 @@ impl RunContext {
         self.waits_for_database.store(waits, Ordering::Relaxed);
     }
 
-    pub(crate) fn has_whole_timeout(&self) -> bool {
-        !self.timeout_shared.load(Ordering::Relaxed)
-    }
-
     pub(crate) fn set_timeout_shared(&self) {
         self.timeout_shared.store(true, Ordering::Relaxed);
     }

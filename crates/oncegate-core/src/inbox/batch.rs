@@ -97,7 +97,8 @@ pub struct InBatches<H: BatchTransactionalHandler<I>, I: Inbox> {
     /// A permit for each open transaction.
     transactions: Semaphore,
     /// The keys of messages whose own transaction, after a failed batch, was cut off by the handler
-    /// timeout. Their next run joins no batch, so it has the whole timeout.
+    /// timeout. Their runs join no batch, so they have the whole timeout, until one of them ends
+    /// before it.
     cut_short: Lock<HashSet<Key>>,
     failure_log: Lock<LogThrottle>,
 }
@@ -148,7 +149,8 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
     /// Remembers messages whose next run must join no batch.
     fn remember_as_cut_short<'a>(&self, claims: impl IntoIterator<Item = &'a Operation>) {
         let mut cut_short = self.cut_short.lock();
-        // Entries accumulate only for messages that other processes have handled since.
+        // Entries accumulate only for messages that were rejected, or that other processes have
+        // handled since.
         if cut_short.len() >= MAX_CUT_SHORT {
             cut_short.clear();
         }
@@ -176,13 +178,25 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         let Some(mut transaction) = begin(&*self.inbox, claim, run).await? else {
             return Ok(());
         };
-        if run.has_whole_timeout() {
-            self.cut_short.lock().remove(&claim.key);
-        }
         let items = [item];
         let handle = async { self.handler.handle(&items, &mut transaction).await };
         let handled = AssertUnwindSafe(handle).catch_unwind().await;
         end(&*self.inbox, transaction, handled, run).await
+    }
+
+    /// Handles a message in a transaction of its own. Its later runs join batches again, unless the
+    /// handler timeout ends this one.
+    async fn run_cut_short(
+        &self,
+        item: BatchItem<H::Payload>,
+        claim: &Operation,
+        run: &RunContext,
+    ) -> Result<(), Failure> {
+        let result = self.run_alone(item, claim, run).await;
+        if !is_unavailable(&result) {
+            self.cut_short.lock().remove(&claim.key);
+        }
+        result
     }
 
     /// Handles a batch in one transaction, and sends each run its result.
@@ -292,7 +306,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
             context: cx.clone(),
         };
         if self.cut_short.lock().contains(&claim.key) {
-            return self.run_alone(item, &claim, run).await;
+            return self.run_cut_short(item, &claim, run).await;
         }
         let (end, mut ended) = oneshot::channel();
         self.waiting.lock().push(WaitingRun {
@@ -324,13 +338,11 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
         match end {
             Ok(BatchEnd::Run(result)) => result,
             Ok(BatchEnd::Alone(item)) => {
-                self.remember_as_cut_short([&claim]);
-                run.set_timeout_shared();
-                let result = self.run_alone(item, &claim, run).await;
-                if !is_unavailable(&result) {
-                    self.cut_short.lock().remove(&claim.key);
+                if !self.cut_short.lock().contains(&claim.key) {
+                    self.remember_as_cut_short([&claim]);
                 }
-                result
+                run.set_timeout_shared();
+                self.run_cut_short(item, &claim, run).await
             }
             // The run that led the batch was dropped, and with it the transaction.
             Err(_) => Err(InboxUnavailable::failure(

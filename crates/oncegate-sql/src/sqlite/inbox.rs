@@ -176,9 +176,13 @@ impl SqliteTransaction {
         request: fn(oneshot::Sender<Result<(), CommitError>>) -> TransactionRequest,
         closure: RunningClosure,
     ) -> Result<(), CommitError> {
+        // Before the request, after which the thread may execute another transaction.
+        if closure == RunningClosure::Interrupted {
+            self.interrupt_closure();
+        }
+        self.is_calling = false;
         let (reply, result) = oneshot::channel();
         let _ = self.requests.send(request(reply)); // as in `call`
-        self.is_calling &= closure == RunningClosure::Interrupted;
         drop(self);
         match result.await {
             Ok(result) => result,
@@ -194,13 +198,19 @@ enum RunningClosure {
     Interrupted,
 }
 
-impl Drop for SqliteTransaction {
-    /// Interrupts the statement that is running. Until `requests` is dropped, after this, the thread
-    /// executes no other transaction.
-    fn drop(&mut self) {
+impl SqliteTransaction {
+    fn interrupt_closure(&self) {
         if self.is_calling {
             self.interrupt.interrupt();
         }
+    }
+}
+
+impl Drop for SqliteTransaction {
+    /// Interrupts the statement that is running. Until `requests` is dropped, after this, the thread
+    /// executes no other transaction, unless the transaction was ended by a request.
+    fn drop(&mut self) {
+        self.interrupt_closure();
     }
 }
 
