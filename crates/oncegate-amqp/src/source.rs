@@ -51,7 +51,8 @@ impl Connect for RabbitMq {
     }
 
     /// Connects, declares or checks the queues according to [`RabbitMq::topology`], and consumes.
-    /// Logs a warning if a delivery may stay unacknowledged for longer than `consumer_timeout`.
+    /// Logs a warning if a delivery may stay unacknowledged for longer than nine tenths of
+    /// `consumer_timeout`, after which the source closes the channel.
     async fn connect(self, options: ConnectOptions) -> Result<RabbitMqSource, SourceError> {
         let context = Arc::new(self.with_options(options).check()?);
         if let Some(warning) = context.consumer_timeout_warning() {

@@ -14,7 +14,7 @@ pub(crate) struct RuntimeEstimator {
     lease: Option<Duration>,
 }
 
-/// The number of buckets: up to 1 ms × 1.25^96, about 33 minutes.
+/// The number of buckets: up to 1 ms × 1.25^96, about 23 days.
 const BUCKETS: usize = 97;
 /// The number of runs at which the lease is computed. Each computation halves the counts, so that
 /// recent runs have more weight.

@@ -231,7 +231,11 @@ impl BulkReport {
         }
     }
 
-    /// Prints the report. Returns the failure that stopped the command, if any.
+    /// Prints the report.
+    ///
+    /// # Errors
+    /// The failure that stopped the command; otherwise that this was a preview, or that messages or
+    /// ids were skipped.
     pub(crate) fn finish(
         self,
         context: &CliContext,
@@ -328,7 +332,8 @@ pub(crate) struct BulkCommand {
 /// consumer deduplicates.
 ///
 /// # Errors
-/// The message stays in its destination; the audit records whether a copy may exist.
+/// The message stays in its destination, or, after its copy was confirmed on RabbitMQ, it is unknown
+/// whether it was removed; the audit records whether a copy may exist.
 pub(crate) async fn publish(
     audit: &Audit,
     pending: PendingAction,
@@ -355,7 +360,8 @@ pub(crate) async fn publish(
 /// Records the action as done in the audit and removes the message.
 ///
 /// # Errors
-/// The message stays in its destination.
+/// The audit cannot be written, and the message stays; or RabbitMQ closed the channel, and it is
+/// unknown whether the message was removed.
 pub(crate) async fn remove(
     audit: &Audit,
     pending: PendingAction,

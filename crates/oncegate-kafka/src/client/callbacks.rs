@@ -25,7 +25,8 @@ use crate::shared::SharedState;
 /// A librdkafka consumer that is a member of the consumer group.
 pub(crate) type GroupConsumer = BaseConsumer<CallbackContext>;
 
-/// The consumer's callbacks, which run on the polling thread.
+/// The consumer's callbacks. They run on the thread that polls or drops the consumer: the polling
+/// thread, before it the check of the topics, and for a replaced client the thread that closes it.
 pub(crate) struct CallbackContext {
     pub(super) shared: Arc<SharedState>,
     pub(super) group: String,
@@ -41,8 +42,8 @@ pub(crate) struct CallbackContext {
     /// and once the client closes. The queue holds the consumer, so the queue is removed before the
     /// consumer is dropped.
     queue: Lock<Option<Arc<MessageQueue<CallbackContext>>>>,
-    /// The last error that concerns the client and no partition. `topics` reads the error while it
-    /// waits for a broker.
+    /// The last error that concerns the client and no partition. The check of the topics before the
+    /// group is joined (`super::topics`) takes it.
     last_error: Lock<Option<(RDKafkaErrorCode, String)>>,
     pub(super) connection_errors: Arc<ConnectionErrors>,
     /// Set once another client replaces this one. From then on, the statistics of this client are

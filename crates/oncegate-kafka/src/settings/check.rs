@@ -94,8 +94,6 @@ impl Kafka {
                 "use at least 1 s; the default is 60 s",
             );
         }
-        // The group is checked last: `oncegate doctor` needs no group, and ignores this error
-        // because it means that every other setting is valid.
         if self.group.trim().is_empty() {
             return invalid(
                 "group",
