@@ -255,7 +255,7 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
         .run(&["dead-letters", "redrive", "--all", "--dry-run"])
         .await
         .exits_with(0)
-        .prints("its marker would be cleared, and it would be sent to")
+        .prints("its marker is rejected, attempt 1, and would be cleared; it would be sent to")
         .prints("3 would be redriven");
     fixture
         .run(&["dead-letters", "redrive", "--id", "b"])
