@@ -472,12 +472,23 @@ async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
         "cleared"
     );
     assert_eq!(ids(&fixture.json(&["in-doubt", "list"]).await), [""; 0]);
-    if broker == Broker::Kafka {
-        fixture
-            .run(&["in-doubt", "resolve", "no", "--happened", "--yes"])
-            .await
-            .exits_with(1)
-            .prints("no was resolved before");
+    for (id, finding, decision) in [
+        ("no", "--happened", "did not happen"),
+        ("yes", "--happened", "effect happened"),
+        ("yes", "--did-not-happen", "effect happened"),
+    ] {
+        for confirmed in [&["--yes"][..], &[]] {
+            let resolve = ["in-doubt", "resolve", id, finding];
+            let output = fixture.run(&[&resolve[..], confirmed].concat()).await;
+            let output = output
+                .exits_with(1)
+                .prints(&format!("{id} was resolved before by "))
+                .prints(decision);
+            assert!(
+                !format!("{output:?}").contains("marker complete"),
+                "{output:?}"
+            );
+        }
     }
 
     let left = if broker == Broker::Kafka { 2 } else { 0 };
