@@ -17,7 +17,7 @@ use crate::destination::redrive_policy::{self, AcceptedRisks, CopyPlan};
 use crate::destination::{Broker, CopyAge, DeadLetter, Destination, DestinationReader};
 use crate::error::CliError;
 use crate::marker::change::ObservedMarker;
-use crate::marker::description;
+use crate::marker::description::{self, MarkerState};
 use crate::marker_store::MarkerStore;
 use crate::output::Unchecked;
 
@@ -259,13 +259,26 @@ impl DeadLetterSession<'_> {
                 clear_request(marker, effect, message, self.context)?,
             ))
         });
+        let warning = redrive_policy::missing_marker_warning(
+            message,
+            marker.as_ref().map(ObservedMarker::state),
+            self.context,
+        );
         if !confirmed {
-            let cleared = if clear.is_some() {
-                "its marker would be cleared, and it "
-            } else {
-                ""
+            let planned = match (&marker, &clear) {
+                (None, _) => format!("would be {after}"),
+                (Some(marker), None) => {
+                    format!("its marker is {}; it would be {after}", marker.summary())
+                }
+                (Some(marker), Some(_)) if marker.state() == MarkerState::Absent => format!(
+                    "its marker is absent, and would be written with the number of its last attempt; it would be {after}"
+                ),
+                (Some(marker), Some(_)) => format!(
+                    "its marker is {}, and would be cleared; it would be {after}",
+                    marker.summary()
+                ),
             };
-            return Ok(format!("{cleared}would be {after}"));
+            return Ok(format!("{planned}{warning}"));
         }
         rate_limiter.next().await;
         let before = marker.as_ref().map_or_else(
@@ -289,7 +302,7 @@ impl DeadLetterSession<'_> {
             return Err(failure);
         }
         publish(&self.audit, pending, reader, message, age).await?;
-        Ok(after)
+        Ok(format!("{after}{warning}"))
     }
 
     /// Removes one message, or describes that if `confirmed` is false. Kafka keeps the record; the

@@ -4,12 +4,13 @@
 use std::collections::HashMap;
 
 use clap::{Args, Subcommand};
+use oncegate::MessageId;
 use oncegate::marker::{Effect, Finding, OperationKind};
 use oncegate_config::StoreKind;
 use serde_json::{Value, json};
 
 use crate::CliContext;
-use crate::audit::{Audit, PlannedAction};
+use crate::audit::{ActionStage, Audit, AuditEntry, PlannedAction};
 use crate::config;
 use crate::destination::bulk::{
     BulkCommand, BulkReport, ConfirmArgs, StopSignal, close_reader, publish, remove,
@@ -242,7 +243,15 @@ impl<'a> ResolveSession<'a> {
         for id in ids {
             let id = config::id(&self.context.config, id)?;
             let marker = ObservedMarker::read_marker(self.context, &markers, id.clone()).await?;
-            let update = check_marker(&marker, self.finding)?;
+            let update = match check_marker(&marker, self.finding) {
+                Ok(update) => update,
+                Err(failure) => {
+                    return Err(match decision(&self.audit, &marker.id).await? {
+                        Some(decision) => failure.with(&decision),
+                        None => failure,
+                    });
+                }
+            };
             self.ids.insert(
                 id.to_string(),
                 SelectedId {
@@ -424,11 +433,16 @@ impl<'a> ResolveSession<'a> {
                 continue;
             };
             let (before, state) = (entry.marker.summary(), entry.marker.state());
-            if state != MarkerState::InDoubt && entry.was_resolved {
-                report.note_left(
+            let decision = match state {
+                MarkerState::InDoubt => None,
+                _ => decision(&self.audit, &entry.marker.id).await?,
+            };
+            if decision.is_some() || (state != MarkerState::InDoubt && entry.was_resolved) {
+                report.note_not_in_doubt(
                     &id,
                     format!(
-                        "{id} was resolved before, and in {} it is {before}: not changed; `oncegate audit --id {id}` shows that decision",
+                        "{}, and in {} it is {before}: not changed; `oncegate audit --id {id}` shows that decision",
+                        decision.unwrap_or_else(|| format!("{id} was resolved before")),
                         self.store
                     ),
                 );
@@ -439,7 +453,7 @@ impl<'a> ResolveSession<'a> {
                     Finding::Happened => ", or mark it done with `oncegate marker complete`",
                     Finding::DidNotHappen => "; its marker needs no change",
                 };
-                report.note_not_found(
+                report.note_not_in_doubt(
                     &id,
                     format!(
                         "no message in doubt has this id: in {} the id {id} is {before}, not in doubt, and {}. Check the spelling of the id{remedy}",
@@ -487,6 +501,19 @@ impl<'a> ResolveSession<'a> {
         }
         Ok(())
     }
+}
+
+/// The last completed resolution of an id in the audit, as text; `None` if there is none.
+async fn decision(audit: &Audit, id: &MessageId) -> Result<Option<String>, CliError> {
+    let mut actions = audit.actions_on(id).await?.into_iter();
+    let is_decision =
+        |action: &AuditEntry| action.what == COMMAND.name && action.stage == ActionStage::Done;
+    Ok(actions.rfind(is_decision).map(|action| {
+        format!(
+            "{id} was resolved before by {} at {} ({})",
+            action.who, action.at, action.after
+        )
+    }))
 }
 
 /// Checks that the id cannot have been handled since the message was put in doubt: an id without a

@@ -3,6 +3,8 @@
 pub(crate) mod change;
 pub(crate) mod description;
 
+use std::collections::BTreeSet;
+
 use clap::{Args, Subcommand};
 
 use crate::CliContext;
@@ -44,6 +46,15 @@ pub(crate) struct MarkerListArgs {
     scan: usize,
 }
 
+/// The maximum number of other scopes that `list` names.
+const MAX_NAMED_SCOPES: usize = 5;
+
+/// The scope of a key, or `none`.
+fn scope_text(key: &str) -> String {
+    key.split_once('|')
+        .map_or_else(|| "none".to_owned(), |(scope, _)| scope.to_owned())
+}
+
 pub(crate) async fn run(context: &CliContext, command: MarkerCommand) -> Result<(), CliError> {
     match command {
         MarkerCommand::Show { id } => show(context, &id).await,
@@ -78,15 +89,23 @@ async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError
             .unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()),
     );
     let (mut shown, mut scanned, mut more) = (Vec::new(), 0, false);
+    let (mut in_scope, mut other_scopes) = (0, BTreeSet::new());
     while let Some(page) = browse.next().await? {
         scanned += page.len();
         bar.set_position(scanned as u64);
-        let in_scope = page.into_iter().filter(|listed| {
-            scope
-                .as_ref()
-                .is_none_or(|scope| listed.name.starts_with(scope))
+        let selected = page.into_iter().filter(|listed| match &scope {
+            Some(scope) if !listed.name.starts_with(scope) => {
+                if other_scopes.len() < MAX_NAMED_SCOPES {
+                    other_scopes.insert(scope_text(&listed.name));
+                }
+                false
+            }
+            _ => {
+                in_scope += 1;
+                true
+            }
         });
-        let descriptions = in_scope.map(|listed| MarkerDescription::of_listed(&listed, window));
+        let descriptions = selected.map(|listed| MarkerDescription::of_listed(&listed, window));
         shown.extend(descriptions.filter(|description| {
             list.states.is_empty() || list.states.contains(&description.state)
         }));
@@ -114,11 +133,19 @@ async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError
     } else {
         ""
     };
+    let scope_note = match &scope {
+        Some(scope) if in_scope == 0 && scanned > 0 => format!(
+            "\nNo key has the scope {}. Scopes of scanned keys: {}. Correct store.scope, or pass --every-scope.",
+            scope.trim_end_matches('|'),
+            Vec::from_iter(other_scopes).join(", ")
+        ),
+        _ => String::new(),
+    };
     let json = serde_json::json!({ "markers": shown, "scanned": scanned, "all": !more });
     context.format.print(
         &json,
         format!(
-            "{table}{} shown of {scanned} scanned.{more_note}",
+            "{table}{} shown of {scanned} scanned.{more_note}{scope_note}",
             shown.len()
         ),
     )

@@ -227,7 +227,7 @@ impl Config {
         }
         if self.text("gate.mode") == Some("shadow") {
             return Err(Error::misconfigured(
-                "gate.mode: shadow blocks no message, and at most once must block duplicates; set gate.guarantee = \"effectively-once\" while the mode is shadow",
+                "gate.mode: a shadow lets every message run, and in at most once no effect may happen twice; set gate.guarantee = \"effectively-once\" while the mode is shadow",
             ));
         }
         if store == StoreKind::Memory && !self.allows_volatile_store() {

@@ -15,6 +15,7 @@ use crate::breaker::{Breaker, BreakerState};
 use crate::handler::Failure;
 use crate::id::MessageId;
 use crate::lifecycle::Policy;
+use crate::log_throttle::LogThrottle;
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
 use crate::settings::Settings;
@@ -35,6 +36,8 @@ struct GateInner {
     policy: Policy,
     when_held: WhenHeld,
     outcomes: Outcomes,
+    /// Limits the lines about lost claims.
+    lost_claims: Lock<LogThrottle>,
     /// Shared by all runs, so that all of them together send only a few requests a second to an
     /// unavailable store.
     breaker: Lock<Breaker>,

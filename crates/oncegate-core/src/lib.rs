@@ -30,6 +30,7 @@ pub mod internal;
 mod lease;
 pub mod lifecycle;
 mod log_throttle;
+mod lost_claim;
 pub mod marker;
 pub mod memory;
 pub mod message;

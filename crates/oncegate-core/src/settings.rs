@@ -341,10 +341,10 @@ impl Settings {
             return misconfigured(
                 "max_in_flight",
                 format!(
-                    "{} messages at once need as many connections, and the pool of the inbox has {max_transactions}",
+                    "{} messages at once need as many transactions, and the inbox allows {max_transactions}",
                     self.max_in_flight
                 ),
-                "lower max_in_flight, or raise max_connections of the pool",
+                "omit max_in_flight, or lower it; PostgreSQL: or raise max_connections of the pool; SQLite, which runs one transaction at a time: or use .batch_transactional_handler(…)",
             );
         }
         Ok(())

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
-use oncegate_core::marker::{Operation, OperationKind, Verdict};
+use oncegate_core::marker::{Operation, OperationKind, Token, Verdict};
 use oncegate_core::*;
 use tokio::sync::Notify;
 use tracing_subscriber::fmt::MakeWriter;
@@ -229,6 +229,83 @@ async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
     assert!(line.contains(r#"id="unreadable-1""#), "{line}");
     let (delete, resolve) = (line.find("delete the key"), line.find("in-doubt resolve"));
     assert!(delete.is_some() && delete < resolve, "{line}");
+}
+
+/// A store that loses its keys when a completion arrives. Another delivery has claimed the keys
+/// `fenced…` since.
+struct LosesKeys(Mutex<MemoryStore>, AtomicBool);
+
+impl LosesKeys {
+    fn new() -> Self {
+        Self(Mutex::new(MemoryStore::new()), AtomicBool::new(false))
+    }
+}
+
+#[async_trait]
+impl Store for LosesKeys {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let completes = |operation: &&Operation| operation.kind == OperationKind::Complete;
+        if let Some(complete) = operations.iter().find(completes)
+            && !self.1.swap(true, Ordering::SeqCst)
+        {
+            let mut after_loss = Operation {
+                kind: OperationKind::Claim,
+                token: Token(1),
+                attempt: 0,
+                ..complete.clone()
+            };
+            after_loss.terms.lease = Duration::from_millis(100);
+            let empty = MemoryStore::new();
+            if complete.key.as_str().starts_with("fenced") {
+                empty.apply(&[after_loss]).await;
+            }
+            *self.0.lock().expect("no panic") = empty;
+        }
+        let store = self.0.lock().expect("no panic").clone();
+        store.apply(operations).await
+    }
+}
+
+#[tokio::test]
+async fn each_id_whose_claim_was_lost_while_its_handler_ran_is_logged() {
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+    let _guard = capture(&LOG);
+    for id in ["lost-1", "fenced-1"] {
+        let broker = MemoryBroker::new("q");
+        broker.publish(message(id));
+        let all = broker.clone();
+        let consumer = Consumer::builder()
+            .source(broker.source())
+            .store(LosesKeys::new())
+            .id(IdSource::header("id"))
+            .decode(RawBytes)
+            .handler(Waiting::default());
+        let run = consumer.run_until(async move { all.all_settled().await });
+        tokio::time::timeout(Duration::from_secs(20), run)
+            .await
+            .expect("it is settled")
+            .expect("a clean end");
+    }
+    let gate = Gate::builder().store(LosesKeys::new());
+    let gate = gate.open().await.expect("a gate");
+    let ran = gate.run("lost-2", || async { Ok(7) }).await;
+    assert!(matches!(ran, Ok(RunOutcome::Executed(7))), "{ran:?}");
+
+    let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
+    for (text, id, origin) in [
+        ("marker lost while the handler ran", "lost-1", "origin=q"),
+        ("completion refused", "fenced-1", "origin=q"),
+        ("marker lost while the handler ran", "lost-2", ""),
+    ] {
+        let lines: Vec<_> = log.lines().filter(|line| line.contains(id)).collect();
+        let lines: Vec<_> = lines.iter().filter(|line| line.contains(text)).collect();
+        let [line] = lines[..] else {
+            panic!("{id}: {log}")
+        };
+        for part in ["WARN", "attempt=1", origin, "check the effect of this id"] {
+            assert!(line.contains(part), "{part} in {line}");
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -128,9 +128,9 @@ pub(crate) struct BulkReport {
     unknown_age: usize,
     /// Marker changes, for JSON output.
     markers: Vec<serde_json::Value>,
-    /// A text for each id that has neither a marker in doubt nor a message, with the store and the
-    /// destinations that were searched.
-    not_found: Vec<String>,
+    /// A text for each id that has neither a marker in doubt nor a message: the decision about it,
+    /// or the store and the destinations that were searched.
+    not_in_doubt: Vec<String>,
 }
 
 /// The maximum number of messages that a report lists; its totals include the others.
@@ -212,8 +212,8 @@ impl BulkReport {
     }
 
     /// Adds a skipped id that has neither a marker in doubt nor a message.
-    pub(crate) fn note_not_found(&mut self, id: &str, description: String) {
-        self.not_found.push(description.clone());
+    pub(crate) fn note_not_in_doubt(&mut self, id: &str, description: String) {
+        self.not_in_doubt.push(description.clone());
         self.note_left(id, description);
     }
 
@@ -305,10 +305,10 @@ impl BulkReport {
             // The same command with --yes would change nothing, so the preview does not suggest it.
             None if !confirm.yes
                 && self.done == 0
-                && self.left == self.not_found.len()
+                && self.left == self.not_in_doubt.len()
                 && self.left > 0 =>
             {
-                Err(CliError::incomplete(self.not_found.join("; ")))
+                Err(CliError::incomplete(self.not_in_doubt.join("; ")))
             }
             None if !confirm.yes => Err(CliError::not_confirmed()),
             None if self.left > 0 => Err(CliError::incomplete(format!(

@@ -125,10 +125,11 @@ impl TopicReader {
     ) -> Result<Self, CliError> {
         let config = &context.config;
         let (consumer, id_source) = (consumer(config)?, config.id_source()?);
+        let brokers = config.text("kafka.brokers").unwrap_or_default().to_owned();
         let (total_tx, total_rx) = tokio::sync::oneshot::channel();
         let (dead_letters_tx, dead_letters) = mpsc::channel(READ_AHEAD);
         tokio::task::spawn_blocking(move || {
-            let assignment = assign_from_start(&consumer, &name);
+            let assignment = assign_from_start(&consumer, &brokers, &name);
             let (total, unread) = match assignment {
                 Ok((total, unread)) => (Ok(total), unread),
                 Err(failure) => (Err(failure), HashSet::new()),
@@ -272,9 +273,10 @@ fn partition_of(origin: &str, topic: &str) -> Option<i32> {
 /// offsets in all of them, and the id and end offset of each.
 fn assign_from_start(
     consumer: &BaseConsumer,
+    brokers: &str,
     topic: &str,
 ) -> Result<(u64, HashSet<(i32, i64)>), CliError> {
-    let partitions = partitions(consumer, topic)?;
+    let partitions = partitions(consumer, brokers, topic)?;
     let (mut total, mut unread, mut assigned) = (0, HashSet::new(), TopicPartitionList::new());
     for partition in partitions {
         let (low, high) = consumer.fetch_watermarks(topic, partition, REQUEST_TIMEOUT)?;
@@ -292,12 +294,13 @@ fn assign_from_start(
 ///
 /// # Errors
 /// The topic does not exist, or the broker does not answer.
-pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32>, CliError> {
+fn partitions(consumer: &BaseConsumer, brokers: &str, topic: &str) -> Result<Vec<i32>, CliError> {
     let metadata = consumer
         .fetch_metadata(Some(topic), REQUEST_TIMEOUT)
         .map_err(|error| {
             CliError::server(format!(
-                "Kafka: cannot fetch the metadata of the topic `{topic}`: {error}"
+                "Kafka at {brokers}: cannot fetch the metadata of the topic `{topic}`: {error}; check that Kafka is running, and that kafka.brokers and \
+                 the TLS and SASL settings are correct"
             ))
         })?;
     let metadata = metadata.topics().first();

@@ -245,6 +245,26 @@ pub(crate) fn plan_for_state(
     }
 }
 
+/// A clause for a message whose rejection a consumer with at most once recorded in a marker that is
+/// absent, although it has not expired; otherwise empty. The marker may exist under another key.
+pub(crate) fn missing_marker_warning(
+    message: &DeadLetter,
+    state: Option<MarkerState>,
+    context: &CliContext,
+) -> &'static str {
+    let config = &context.config;
+    let is_missing = state == Some(MarkerState::Absent)
+        && matches!(message.reason(), "refused" | "rejected-before")
+        && config.guarantee() == Guarantee::AtMostOnce
+        && !marker_may_have_expired(message, config.dedup_window());
+    if is_missing {
+        "; warning: the consumer recorded its rejection, and no such marker exists: store.scope or store.prefix differ from those of the consumer, \
+         which then rejects the copy again as `rejected-before`, or the store lost data, or an operator cleared the marker"
+    } else {
+        ""
+    }
+}
+
 /// Plans the copy of a message whose id has no marker.
 fn plan_without_marker(
     message: &DeadLetter,

@@ -66,6 +66,16 @@ async fn kafka_settings_are_rejected_like_in_a_consumer() {
     assert_rejected(&cli, "kafka.brokers: `http://x` begins with http://");
 }
 
+#[test]
+fn the_error_of_an_unreachable_kafka_has_address_and_remedy() {
+    let cli = TestCli::new();
+    cli.configure("[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\n");
+    cli.run(COMMANDS[0])
+        .exits_with(3)
+        .prints("Kafka at 127.0.0.1:1: cannot fetch the metadata of the topic `t.dead-letters`")
+        .prints("check that Kafka is running, and that kafka.brokers");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rabbitmq_settings_are_rejected_like_in_a_consumer() {
     let cli = TestCli::new();

@@ -255,7 +255,7 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
         .run(&["dead-letters", "redrive", "--all", "--dry-run"])
         .await
         .exits_with(0)
-        .prints("its marker would be cleared, and it would be sent to")
+        .prints("its marker is rejected, attempt 1, and would be cleared; it would be sent to")
         .prints("3 would be redriven");
     fixture
         .run(&["dead-letters", "redrive", "--id", "b"])
@@ -472,12 +472,23 @@ async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
         "cleared"
     );
     assert_eq!(ids(&fixture.json(&["in-doubt", "list"]).await), [""; 0]);
-    if broker == Broker::Kafka {
-        fixture
-            .run(&["in-doubt", "resolve", "no", "--happened", "--yes"])
-            .await
-            .exits_with(1)
-            .prints("no was resolved before");
+    for (id, finding, decision) in [
+        ("no", "--happened", "did not happen"),
+        ("yes", "--happened", "effect happened"),
+        ("yes", "--did-not-happen", "effect happened"),
+    ] {
+        for confirmed in [&["--yes"][..], &[]] {
+            let resolve = ["in-doubt", "resolve", id, finding];
+            let output = fixture.run(&[&resolve[..], confirmed].concat()).await;
+            let output = output
+                .exits_with(1)
+                .prints(&format!("{id} was resolved before by "))
+                .prints(decision);
+            assert!(
+                !format!("{output:?}").contains("marker complete"),
+                "{output:?}"
+            );
+        }
     }
 
     let left = if broker == Broker::Kafka { 2 } else { 0 };

@@ -124,6 +124,9 @@ async fn markers_are_listed_by_state_without_internal_keys() {
         .prints("in doubt")
         .prints("6 shown");
     cli.configure("scope = \"ledger\"\n");
+    cli.run(&["marker", "list"])
+        .exits_with(0)
+        .prints("No key has the scope ledger. Scopes of scanned keys: none.");
     cli.run(&["marker", "complete", "handled", "--yes"])
         .exits_with(0);
     assert_eq!(
@@ -131,6 +134,11 @@ async fn markers_are_listed_by_state_without_internal_keys() {
         ["ledger|handled"],
         "markers of other scopes are not listed"
     );
+    cli.configure("scope = \"wrong\"\n");
+    cli.run(&["marker", "list"])
+        .exits_with(0)
+        .prints("Scopes of scanned keys: ledger, none.");
+    cli.configure("scope = \"ledger\"\n");
     assert_eq!(
         keys(&cli.json(&["marker", "list", "--every-scope"])).len(),
         7

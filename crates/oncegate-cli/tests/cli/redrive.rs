@@ -17,6 +17,7 @@ on_both_brokers!(
     messages_older_than_the_window_are_reconciled,
     messages_older_than_the_window_are_skipped_without_at_most_once,
     messages_from_another_source_are_skipped,
+    the_preview_says_that_the_marker_of_a_refused_message_is_absent,
     conflicts_are_redriven_only_by_id,
     without_a_store_messages_that_a_marker_may_block_are_skipped,
     lapsed_ids_are_redriven,
@@ -263,6 +264,28 @@ async fn messages_from_another_source_are_skipped(broker: Broker) {
         fixture.json(&["audit"]).await.as_array().map(Vec::len),
         Some(0)
     );
+    fixture.end().await;
+}
+
+async fn the_preview_says_that_the_marker_of_a_refused_message_is_absent(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
+    fixture.publish(&[("a", "declined")]).await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
+    let preview = ["dead-letters", "redrive", "--all", "--dry-run"];
+    let output = fixture.run(&preview).await.exits_with(0);
+    let output = output.prints("its marker is rejected, attempt 1, and would be cleared");
+    assert!(!output.out.contains("warning"), "{output:?}");
+
+    // The consumer has no scope, so this is another key.
+    let settings = fixture.settings();
+    let wrong = format!("scope = \"ledger\"\n{settings}");
+    fixture.cli.configure(&wrong);
+    let preview = fixture.run(&preview).await.exits_with(0);
+    preview
+        .prints("its marker is absent")
+        .prints("store.scope or store.prefix differ")
+        .prints("`rejected-before`");
+    fixture.cli.configure(&settings);
     fixture.end().await;
 }
 

@@ -13,6 +13,7 @@ use crate::clock::now;
 use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
 use crate::lifecycle::{ClaimTries, Event, Outage, Stage};
+use crate::lost_claim::LostClaim;
 use crate::marker::{Operation, OperationKind, Verdict};
 use crate::slots::Slot;
 use crate::store::{BoxError, StoreError};
@@ -144,8 +145,8 @@ impl Engine {
         summary
     }
 
-    /// Updates the lease, the claim state and the span of a delivery, and logs takeovers,
-    /// duplicates and claims of ids that are held elsewhere.
+    /// Updates the lease, the claim state and the span of a delivery, and logs takeovers, lost
+    /// claims, duplicates and claims of ids that are held elsewhere.
     #[inline]
     fn record_verdict(
         &mut self,
@@ -158,6 +159,9 @@ impl Engine {
         let Some(entry) = self.intake.at_mut(slot) else {
             return;
         };
+        if let Some(lost) = LostClaim::of(&operation.kind, &verdict) {
+            self.reporter.logs.claim_lost(entry, lost);
+        }
         match verdict {
             Verdict::Granted(attempts) | Verdict::InDoubt(attempts) => {
                 if attempts.crashes > entry.in_flight.driver().attempts.crashes {

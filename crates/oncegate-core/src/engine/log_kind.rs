@@ -34,13 +34,15 @@ pub(super) enum LogKind {
     PossibleCrashLoop,
     HeldElsewhere,
     LeaseLost,
+    MarkerLost,
+    Fenced,
     HandlerDropped,
     NotRecorded,
 }
 
 impl LogKind {
     /// All kinds, in the order of their declaration.
-    pub(super) const ALL: [Self; 18] = [
+    pub(super) const ALL: [Self; 20] = [
         Self::Unavailable,
         Self::LateCompletionsFull,
         Self::QueueFull,
@@ -57,6 +59,8 @@ impl LogKind {
         Self::PossibleCrashLoop,
         Self::HeldElsewhere,
         Self::LeaseLost,
+        Self::MarkerLost,
+        Self::Fenced,
         Self::HandlerDropped,
         Self::NotRecorded,
     ];
@@ -93,6 +97,8 @@ impl LogKind {
             Self::PossibleCrashLoop => "possible crash loop",
             Self::HeldElsewhere => "message waits",
             Self::LeaseLost => "lease lost",
+            Self::MarkerLost => "marker lost",
+            Self::Fenced => "completion refused",
             Self::HandlerDropped => "handler dropped",
             Self::NotRecorded => "outcome not recorded",
         }

@@ -8,6 +8,7 @@ use crate::clock::now;
 use crate::id::MessageId;
 use crate::lifecycle::{DoubtCause, Event, Outcome, Reason, Settlement, Stage};
 use crate::log_throttle::LogThrottle;
+use crate::lost_claim::LostClaim;
 use crate::marker::{Attempts, Effect, Finding, Guarantee};
 use crate::message::{Message, Origin};
 use crate::run::RunResult;
@@ -250,6 +251,19 @@ impl Logs {
                 suppressed_lines,
                 "lease lost, the handler or `reconcile` is dropped and its outcome is unknown: the process or the store was paused for longer than the lease, or the marker was deleted or evicted, and another consumer may handle the message; use a longer lease, and a store that evicts nothing"
             );
+        }
+    }
+
+    /// Logs that the claim of a message was lost before its completion was recorded.
+    #[cold]
+    pub(super) fn claim_lost(&mut self, entry: &InFlightEntry, lost: LostClaim) {
+        let kind = match lost {
+            LostClaim::MarkerLost => LogKind::MarkerLost,
+            LostClaim::Fenced => LogKind::Fenced,
+        };
+        if let Some(suppressed_lines) = self.due(kind) {
+            let (id, origin) = id_and_origin(entry);
+            lost.log(id, entry.attempt(), Some(origin), suppressed_lines);
         }
     }
 

@@ -11,6 +11,7 @@ use crate::breaker::Breaker;
 use crate::error::Error;
 use crate::id::Scope;
 use crate::lifecycle::Policy;
+use crate::log_throttle::LogThrottle;
 use crate::marker::Guarantee;
 use crate::outcome::Outcomes;
 use crate::preflight::preflight;
@@ -153,6 +154,7 @@ impl<T> GateBuilder<T> {
             policy,
             when_held,
             outcomes: Outcomes::new(),
+            lost_claims: Lock::new(LogThrottle::up_to(100, Duration::from_secs(10))),
             breaker: Lock::new(Breaker::closed()),
             renewals,
             slots: Lock::new(Slots::new(INITIAL_SLOTS)),

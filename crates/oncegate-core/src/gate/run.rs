@@ -16,6 +16,7 @@ use crate::lease::Lease;
 use crate::lifecycle::{
     ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Reason, Settlement, Stage,
 };
+use crate::lost_claim::LostClaim;
 use crate::marker::{Guarantee, Operation, OperationKind, Terms, Token, Verdict};
 use crate::run::{BoundedEnd, RunClock, bounded};
 use crate::settings::{MAX_DURATION, Settings};
@@ -181,6 +182,12 @@ impl<'a, T> GuardedRun<'a, T> {
             Some(Ok(verdict)) => {
                 self.gate.0.breaker.lock().answered(Instant::now());
                 spans::end_operation(span, &verdict, None);
+                if let Some(lost) = LostClaim::of(&kind, &verdict)
+                    && let Some(suppressed_lines) =
+                        self.gate.0.lost_claims.lock().due(Instant::now())
+                {
+                    lost.log(Some(self.id.as_str()), attempt, None, suppressed_lines);
+                }
                 if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
                     && guarantee != Guarantee::Bare
                 {

@@ -505,7 +505,10 @@ async fn settings_that_contradict_the_inbox_are_refused() {
     };
     for (refused, text) in [
         (consumer().guarantee(Guarantee::AtMostOnce), "guarantee"),
-        (consumer().max_in_flight(5), "max_in_flight"),
+        (
+            consumer().max_in_flight(5),
+            "5 messages at once need as many transactions, and the inbox allows 4; omit max_in_flight",
+        ),
     ] {
         let error = refused.build().map(drop).expect_err(text);
         assert!(matches!(error, Error::Misconfigured { .. }), "{error}");

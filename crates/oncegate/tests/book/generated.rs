@@ -7,7 +7,9 @@ use std::process::Command;
 /// The errors of each target that does not compile, as one text.
 pub(crate) type ErrorsByTarget = BTreeMap<String, String>;
 
-/// A package: the lines below `[dependencies]`, and its source files, each a target of its own.
+/// A package: the lines below `[dependencies]`, and its source files, each a test target of its own. If
+/// the lines have a part `[dev-dependencies]`, the source file is a library, so that it must compile
+/// without them, too.
 pub(crate) struct Package {
     pub(crate) dependencies: String,
     pub(crate) sources: Vec<PathBuf>,
@@ -19,6 +21,9 @@ pub(crate) fn root() -> PathBuf {
         .canonicalize()
         .expect("the repository")
 }
+
+/// The header of the dependencies that only tests have.
+const DEV_DEPENDENCIES: &str = "[dev-dependencies]";
 
 /// The name of the target of a source file.
 pub(crate) fn target(source: &Path) -> String {
@@ -59,8 +64,13 @@ pub(crate) fn check(name: &str, packages: &[Package]) -> Vec<ErrorsByTarget> {
         );
         for source in &package.sources {
             // A test target includes both tests and a `main`.
+            let kind = if package.dependencies.contains(DEV_DEPENDENCIES) {
+                "[lib]"
+            } else {
+                "[[test]]"
+            };
             manifest += &format!(
-                "[[test]]\nname = \"{}\"\npath = \"{}\"\n",
+                "{kind}\nname = \"{}\"\npath = \"{}\"\n",
                 target(source),
                 source.display()
             );
@@ -87,7 +97,7 @@ fn with_local_paths(dependencies: &str) -> String {
     };
     dependencies
         .lines()
-        .filter(|line| !line.starts_with('['))
+        .filter(|line| !line.starts_with('[') || *line == DEV_DEPENDENCIES)
         .map(with_local_path)
         .collect()
 }
@@ -103,7 +113,7 @@ fn check_one(directory: &Path, package: &str) -> ErrorsByTarget {
         "check",
         "--offline",
         "--keep-going",
-        "--tests",
+        "--all-targets",
         "--message-format=json",
         "-p",
         package,
