@@ -15,7 +15,7 @@ pub use crate::run_context::RunContext;
 pub use backoff::{Backoff, doubled};
 pub use lock::Lock;
 pub use marker_columns::{MarkerColumns, UnreadableRow, milliseconds};
-pub use store_failure::{Problem, StoreFailure};
+pub use store_failure::{ClaimsPaused, Problem, StoreFailure};
 
 /// Executes the rules of the lifecycle for one delivery, without I/O. For the model.
 pub mod driver {

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use oncegate_core::internal::StoreFailure;
 use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::marker::{Operation, OperationKind, Token, Verdict};
 use oncegate_core::*;
@@ -306,6 +307,71 @@ async fn each_id_whose_claim_was_lost_while_its_handler_ran_is_logged() {
             assert!(line.contains(part), "{part} in {line}");
         }
     }
+}
+
+/// A store that may pause claims, as Redis does after a data loss.
+#[derive(Clone, Default)]
+struct PausesClaims(MemoryStore, Arc<AtomicBool>);
+
+#[async_trait]
+impl Store for PausesClaims {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let paused = self.1.load(Ordering::SeqCst);
+        let mut answers = Vec::new();
+        for operation in operations {
+            answers.push(if paused && operation.kind == OperationKind::Claim {
+                Err(StoreFailure::claims_paused("the keys are lost; accept that").into())
+            } else {
+                let operation = std::slice::from_ref(operation);
+                self.0.apply(operation).await.remove(0)
+            });
+        }
+        answers
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_whose_claims_are_paused_is_not_available_again() {
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+    let _guard = capture(&LOG);
+    let (broker, store) = (MemoryBroker::new("q"), PausesClaims::default());
+    let handler = Waiting::default();
+    for id in ["waiting-a", "waiting-b"] {
+        broker.publish(message(id));
+    }
+    let all = broker.clone();
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(store.clone())
+        .id(IdSource::header("id"))
+        .decode(RawBytes)
+        .handler(handler.clone());
+    let running = tokio::spawn(consumer.run_until(async move { all.all_settled().await }));
+    handler.both_run.notified().await;
+    store.1.store(true, Ordering::SeqCst);
+    broker.publish(message("c"));
+    tokio::time::sleep(Duration::from_secs(15)).await;
+    handler.may_end.notify_waiters();
+    tokio::time::sleep(Duration::from_secs(15)).await;
+    assert_eq!(
+        handler.ended.load(Ordering::SeqCst),
+        2,
+        "granted claims complete"
+    );
+    let log = || String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
+    let count = |text: &str| log().matches(text).count();
+    assert!(count("claims paused, because") >= 2, "{}", log());
+    assert!(
+        log().contains("the keys are lost; accept that"),
+        "{}",
+        log()
+    );
+    for wrong in ["check the store and its network", "available again"] {
+        assert_eq!(count(wrong), 0, "{}", log());
+    }
+    store.1.store(false, Ordering::SeqCst);
+    running.await.expect("no panic").expect("a clean end");
+    assert_eq!(count("store available again"), 1, "{}", log());
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -369,14 +369,14 @@ impl LossDetector {
             .restarted_at
             .is_some_and(|at| at.elapsed() < RESTART_PAUSE)
         {
-            return Some(StoreFailure::not_applied(format!(
+            return Some(StoreFailure::claims_paused(format!(
                 "Redis restarted or failed over (another run_id); at-most-once claims pause for {RESTART_PAUSE:?}, until consumers that lost \
                  writes have reported it"
             )));
         }
         match state.clock_jump {
             Some((at, by)) if at.elapsed() < terms.lease => {
-                Some(StoreFailure::not_applied(format!(
+                Some(StoreFailure::claims_paused(format!(
                     "{}; at-most-once claims pause for one lease",
                     Anomaly::ClockForward(by).description()
                 )))
@@ -394,7 +394,7 @@ impl LossDetector {
 }
 
 fn paused(why: &str) -> StoreFailure {
-    StoreFailure::not_applied(format!(
+    StoreFailure::claims_paused(format!(
         "{why}; at-most-once claims are paused, because messages already handled may be granted again: find out which messages may be \
          redelivered, then call Redis::accept_loss or restart the consumer"
     ))

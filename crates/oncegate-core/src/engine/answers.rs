@@ -127,6 +127,7 @@ impl Engine {
             match (slot, answer) {
                 (Some(slot), Ok(verdict)) => {
                     summary.any_answered = true;
+                    summary.any_claim_answered |= operation.kind == OperationKind::Claim;
                     self.record_verdict(slot, operation, *verdict, batch.sent, renew_until);
                     continue;
                 }
@@ -219,9 +220,9 @@ impl Engine {
         }
         if summary.any_answered {
             self.reporter.store_health(|health| health.answered(now));
-            if let Some(unavailable_for) = self.batcher.breaker.answered(now) {
-                self.reporter.logs.available_again(unavailable_for);
-            }
+            let unavailable_for = self.batcher.breaker.answered(now);
+            let logs = &mut self.reporter.logs;
+            logs.answered(unavailable_for, summary.any_claim_answered);
         } else if summary.any_delivery {
             self.reporter
                 .store_health(|health| health.not_answered(now));
@@ -275,6 +276,8 @@ struct BatchSummary {
     any_delivery: bool,
     /// Whether the store answered an operation of a delivery.
     any_answered: bool,
+    /// Whether the store answered a claim.
+    any_claim_answered: bool,
     /// The index of the last operation of a delivery that the store did not answer; late
     /// completions do not count.
     unavailable: Option<usize>,

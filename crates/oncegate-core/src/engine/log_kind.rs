@@ -19,6 +19,7 @@ const MAX_NOT_RECORDED: u32 = 1000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LogKind {
     Unavailable,
+    ClaimsPaused,
     LateCompletionsFull,
     QueueFull,
     UnknownAge,
@@ -42,8 +43,9 @@ pub(super) enum LogKind {
 
 impl LogKind {
     /// All kinds, in the order of their declaration.
-    pub(super) const ALL: [Self; 20] = [
+    pub(super) const ALL: [Self; 21] = [
         Self::Unavailable,
+        Self::ClaimsPaused,
         Self::LateCompletionsFull,
         Self::QueueFull,
         Self::UnknownAge,
@@ -69,6 +71,7 @@ impl LogKind {
         match self {
             Self::Failed => LogThrottle::every(Duration::from_secs(1)),
             Self::Unavailable
+            | Self::ClaimsPaused
             | Self::LateCompletionsFull
             | Self::QueueFull
             | Self::DatabaseUnavailable => LogThrottle::every(PERIOD),
@@ -82,6 +85,7 @@ impl LogKind {
     fn beginning(self) -> &'static str {
         match self {
             Self::Unavailable => "store unavailable",
+            Self::ClaimsPaused => "claims paused",
             Self::LateCompletionsFull => "completion not recorded",
             Self::QueueFull => "queue limit reached",
             Self::UnknownAge => "message without a timestamp",

@@ -6,6 +6,7 @@ use super::entry::InFlightEntry;
 use super::log_kind::LogKind;
 use crate::clock::now;
 use crate::id::MessageId;
+use crate::internal::ClaimsPaused;
 use crate::lifecycle::{DoubtCause, Event, Outcome, Reason, Settlement, Stage};
 use crate::log_throttle::LogThrottle;
 use crate::lost_claim::LostClaim;
@@ -21,6 +22,11 @@ pub(super) struct Logs {
     throttles: [LogThrottle; LogKind::ALL.len()],
     /// Whether the handler runs in transactions of an inbox.
     in_transactions: bool,
+    /// Since when no operation was answered, or claims are paused, until the log says that this has
+    /// ended.
+    unavailable_since: Option<Instant>,
+    /// Whether the store paused the last claims.
+    claims_paused: bool,
 }
 
 impl Logs {
@@ -28,6 +34,8 @@ impl Logs {
         Self {
             throttles: LogKind::ALL.map(LogKind::throttle),
             in_transactions: inbox != InboxUse::None,
+            unavailable_since: None,
+            claims_paused: false,
         }
     }
 
@@ -198,14 +206,37 @@ impl Logs {
     }
 
     pub(super) fn unavailable(&mut self, error: &StoreError, in_flight: usize) {
-        if let Some(suppressed_lines) = self.due(LogKind::Unavailable) {
+        if ClaimsPaused::is_cause_of(error) {
+            self.claims_paused = true;
+            self.unavailable_since.get_or_insert_with(now);
+            if let Some(suppressed_lines) = self.due(LogKind::ClaimsPaused) {
+                tracing::warn!(%error, in_flight, suppressed_lines, "claims paused, because the store may have lost markers: messages wait until the pause ends or the loss is accepted; do what `error` says");
+            }
+        } else if let Some(suppressed_lines) = self.due(LogKind::Unavailable) {
             tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
         }
     }
 
-    pub(super) fn available_again(&mut self, unavailable_for: Duration) {
-        let suppressed_lines = self.throttles[LogKind::Unavailable as usize].take_all_suppressed();
-        tracing::info!(?unavailable_for, suppressed_lines, "store available again");
+    /// Logs that the store is available again, after it was unavailable for this time (`None`: it
+    /// was not). While claims are paused, the line waits for an answered claim.
+    pub(super) fn answered(&mut self, unavailable_for: Option<Duration>, claim_answered: bool) {
+        if let Some(unavailable_for) = unavailable_for {
+            let now = now();
+            self.unavailable_since
+                .get_or_insert(now.checked_sub(unavailable_for).unwrap_or(now));
+        }
+        self.claims_paused &= !claim_answered;
+        if self.claims_paused {
+            return;
+        }
+        if let Some(since) = self.unavailable_since.take() {
+            let unavailable_for = now().saturating_duration_since(since);
+            let suppressed_lines = [LogKind::Unavailable, LogKind::ClaimsPaused]
+                .map(|kind| self.throttles[kind as usize].take_all_suppressed())
+                .iter()
+                .sum::<u64>();
+            tracing::info!(?unavailable_for, suppressed_lines, "store available again");
+        }
     }
 
     /// Logs that the completion of a message that was handled without the store will not be

@@ -26,7 +26,27 @@ pub struct Problem {
     source: Option<Arc<dyn Error + Send + Sync>>,
 }
 
+/// The source of a [`Problem`] of claims that the store does not grant now, because it may have lost
+/// markers. The text of the problem says when claims continue, and what to do.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("claims are paused")]
+pub struct ClaimsPaused;
+
+impl ClaimsPaused {
+    /// Whether this is the cause of an error of a store.
+    pub(crate) fn is_cause_of(error: &StoreError) -> bool {
+        let problem = error.source();
+        let cause = problem.and_then(Error::source);
+        cause.is_some_and(|cause| cause.is::<Self>())
+    }
+}
+
 impl StoreFailure {
+    /// A claim that is not sent, because the store may have lost markers.
+    pub fn claims_paused(text: impl AsRef<str>) -> Self {
+        Self::NotApplied(Problem::of(text, ClaimsPaused))
+    }
+
     /// A failure that applied nothing.
     pub fn not_applied(text: impl AsRef<str>) -> Self {
         Self::NotApplied(Problem::new(text))

@@ -2,6 +2,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 
+use oncegate_core::internal::ClaimsPaused;
+
 use super::*;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -60,7 +62,11 @@ fn is_refused(detector: &LossDetector) -> bool {
 
 fn refusal_text(detector: &LossDetector) -> String {
     match detector.claim_refusal(&AT_MOST_ONCE) {
-        Some(StoreFailure::NotApplied(problem)) => problem.to_string(),
+        Some(StoreFailure::NotApplied(problem)) => {
+            let cause = std::error::Error::source(&problem).expect("a cause");
+            assert!(cause.is::<ClaimsPaused>(), "{cause}");
+            problem.to_string()
+        }
         other => panic!("{other:?}"),
     }
 }
