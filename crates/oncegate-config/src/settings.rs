@@ -396,7 +396,7 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "rabbitmq.delivery-counts",
         &["refused", "accepted"],
-        "whether the command line reads queues whose delivery limit its reads may reach. refused (the default): it does not, and in the quorum queues that oncegate declares it replaces a message with five deliveries by a copy. accepted (as --accept-delivery-counts): it reads every queue and replaces nothing",
+        "whether the command line reads queues whose delivery limit its reads may reach: accepted (as --accept-delivery-counts), or refused (the default; messages with five deliveries in queues of oncegate are replaced by copies)",
     ),
     text(
         "rabbitmq.ca-certificate",

@@ -25,8 +25,8 @@ pub(crate) enum BreakerState {
     Open,
 }
 
-/// The pause after the first failure. The renewals pause as long, so a consumer sends at most 20
-/// requests a second to an unavailable store.
+/// The pause after the first failure. The renewals pause as long, so a consumer with up to 256 running
+/// messages and leases of 600 ms or more sends at most 20 requests a second to an unavailable store.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause, and so the longest delay until a recovered store is used again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);

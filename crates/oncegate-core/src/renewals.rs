@@ -217,8 +217,8 @@ async fn renew_at_each_tick(
     }
 }
 
-/// The throttles of the log lines about failed renewals. While the store is unavailable, they fail
-/// many times a second.
+/// The throttles of the log lines about failed renewals. While the store is unavailable, each
+/// batch fails at each tick.
 struct RenewalLog {
     unanswered: LogThrottle,
     failed: LogThrottle,

@@ -75,7 +75,8 @@ pub enum Reason {
     AttemptsSpent,
     /// More than `max_crashes` processes crashed or lost the lease while they handled the message.
     CrashesSpent,
-    /// A message with this id was rejected before, and not redriven since. Only in at most once.
+    /// A message with this id was rejected before by a consumer with at most once, and not redriven
+    /// since.
     RejectedBefore,
     /// The body is larger than the limit of the source.
     TooLarge,

@@ -302,8 +302,7 @@ fn parse_committed(it: &TopicPartitionListElem<'_>) -> Option<CommittedOffset> {
 /// The error that ends the source if the offset of a partition is not in the log and the policy is
 /// `OutOfRange::Error`. If `error` has no offset, the log was truncated while it was read, or the
 /// group has no committed offset. `position` distinguishes the two: it is this member's position in
-/// the partition, or `None` if the member has read no message and did not start at a committed
-/// offset.
+/// the partition, or `None` if the member has read no message and knows no offset to start at.
 pub(crate) fn out_of_range<C: ConsumerContext>(
     queue: &MessageQueue<C>,
     error: &PartitionError,
@@ -330,7 +329,7 @@ pub(crate) fn out_of_range<C: ConsumerContext>(
     SourceError::misconfigured(
         "out_of_range",
         format!("the group's offset {offset} of {topic}/{partition} is not in the log{log_start}"),
-        "find out which messages are lost, then reset the group's offsets: kafka-consumer-groups.sh --reset-offsets; or use OutOfRange::Earliest",
+        "find out which messages are lost, then reset the group's offsets: kafka-consumer-groups.sh --reset-offsets; or use OutOfRange::Earliest with StartAt::Earliest",
     )
 }
 
@@ -341,7 +340,7 @@ pub(crate) fn recreated(topic: &str) -> SourceError {
         format!(
             "the topic `{topic}` was deleted and created again: the group's offsets belong to the deleted topic"
         ),
-        "restart to read it from its beginning, with another .scope(…) if the consumer uses IdSource::position(); or use OutOfRange::Earliest",
+        "restart to read it from its beginning, with another .scope(…) if the consumer uses IdSource::position(); or use OutOfRange::Earliest with StartAt::Earliest",
     )
 }
 
@@ -354,7 +353,7 @@ pub(crate) fn ambiguous(topic: &str, partition: i32, offset: i64) -> SourceError
             "the group's offset {offset} of {topic}/{partition} was committed for a topic with another id, and a cluster id is \
              unknown: `{topic}` is a replica of that topic, or was deleted and created again"
         ),
-        "reset the group's offsets: kafka-consumer-groups.sh --reset-offsets; or use OutOfRange::Earliest, which keeps the offset",
+        "reset the group's offsets: kafka-consumer-groups.sh --reset-offsets; or use OutOfRange::Earliest with StartAt::Earliest, which keeps the offset",
     )
 }
 

@@ -32,8 +32,8 @@ pub trait TestQueue: Send + Sync {
     /// a time.
     async fn source(&self) -> Self::Source;
 
-    /// Publishes a message at the end and waits for the broker's confirmation: body, headers and,
-    /// if the transport has one, the message id.
+    /// Publishes the body and the headers of a message at the end, and waits for the broker's
+    /// confirmation.
     async fn publish(&self, message: Message);
 
     /// The messages in a destination of rejected messages, read with a client of the broker, with
