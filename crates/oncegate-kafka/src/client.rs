@@ -16,7 +16,7 @@
 //! their upstream issues or reports. The documentation of each module describes its workarounds.
 
 mod assignment_wait;
-// The workspace denies `unsafe` code; only `batch` allows it.
+// The workspace denies `unsafe` code; of the libraries, only `batch` allows it.
 #[allow(unsafe_code)]
 pub(crate) mod batch;
 pub(crate) mod callbacks;

@@ -26,7 +26,8 @@ pub(crate) const NOT_RUN: &str =
 pub(crate) const SPENT_TOO_SOON: &str = "spent too soon: a message is rejected for `max_attempts` although fewer attempts were granted, or a grant reports more spent attempts than were granted";
 pub(crate) const ORPHANED_CLAIM: &str = "orphaned claim: no consumer holds the claim of the marker, although nothing crashed, so the next claim counts a crash";
 
-/// The properties that apply to the guarantees and the budget of this model.
+/// The properties that apply to the guarantees of the consumers and to the faults that may occur
+/// ([`Budget`](crate::state::Budget)).
 pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
     let mut properties = vec![
         Property::always(LOST, |_, state: &SystemState| {

@@ -24,8 +24,8 @@ const ADVICE: &str = "this needs root, a Debian host, and a mirror that has the 
 /// added, so that an older cache counts as incomplete.
 const COMPLETE: &str = "complete-with-postgresql";
 
-/// The packages to unpack: the servers, and the programs that their start scripts call. Only
-/// experimental has Redis 8.
+/// The packages to unpack: the servers, and the programs that their start scripts call. Redis
+/// is taken from experimental, whose release is newer than that of sid.
 const PACKAGES: [&str; 13] = [
     "rabbitmq-server",
     "valkey-server",
