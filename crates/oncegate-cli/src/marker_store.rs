@@ -55,7 +55,8 @@ pub(crate) enum MarkerPages {
 
 /// A value that this release cannot read as a marker.
 pub(crate) enum UnreadableValue {
-    /// Another program wrote the value; its description.
+    /// This release does not write such a value; its description, or the error. From SQLite and
+    /// PostgreSQL also a value of a newer release.
     Foreign(String),
     /// A newer release of oncegate wrote the value; the error, which names the versions.
     NewerRelease(String),

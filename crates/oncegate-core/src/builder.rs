@@ -97,7 +97,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// [`batch_transactional_handler`](Builder::batch_transactional_handler) next.
     ///
     /// Messages wait while its database is unavailable. The number of failures of a message is kept
-    /// in the memory of this process, and crashes are not counted.
+    /// in the memory of this process, on RabbitMQ also in its copies in delay queues. Crashes are not
+    /// counted.
     pub fn inbox<I: Inbox>(self, inbox: I) -> Builder<S, InboxStore<I>, H, D> {
         let mut builder = self.store(InboxStore::new(inbox));
         builder.settings.inbox = InboxUse::NoHandler;
@@ -243,8 +244,9 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// The first and the longest pause before a retry; the longest must not be shorter. Each pause
-    /// is twice as long as the one before it, with jitter. Default: 100 ms and 10 s.
+    /// The first and the longest pause before a retry; the longest must not be shorter. The pauses
+    /// double, with jitter: from one attempt to the next, and between the inline retries of an attempt,
+    /// which start at the first pause again. Default: 100 ms and 10 s.
     pub fn backoff(mut self, first: Duration, longest: Duration) -> Self {
         self.settings.backoff = first;
         self.settings.longest_backoff = longest;
@@ -305,8 +307,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// The maximum age of a message that counts as new when the store does not know its id. An
-    /// older one is in doubt in at most once; otherwise it is handled, and counted as `too_old`.
-    /// Default: half of the dedup window.
+    /// older one is in doubt in at most once, otherwise it is handled. All older messages are counted
+    /// as `too_old`. Default: half of the dedup window.
     pub fn max_age(mut self, age: Duration) -> Self {
         self.settings.max_age = Some(age);
         self
@@ -332,10 +334,11 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// Checks the settings as the consumer does before it starts. Connects to nothing. Only
-    /// [`build`](Self::build) checks that the source has what the id is read from.
+    /// [`build`](Self::build) checks that there is an id, and that the source has what it is read
+    /// from.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`] names the first wrong setting and its remedy.
+    /// [`Error::Misconfigured`] or [`Error::Scope`] names the first wrong setting and its remedy.
     pub fn check(&self) -> Result<(), Error> {
         self.settings.check()?;
         if let Some(scope) = &self.scope {
@@ -408,7 +411,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// [`Consumer::run_until`] connects.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`] or [`Error::Source`] names the first wrong setting and its remedy.
+    /// [`Error::Misconfigured`], [`Error::Scope`] or [`Error::Source`] names the first wrong setting
+    /// and its remedy.
     pub fn build(self) -> Result<Consumer, Error>
     where
         S: Connect,

@@ -196,6 +196,10 @@ pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &UnreadableV
             format!("row {}", key.as_str()),
             "restore the file, or correct store.url".to_owned(),
         ),
+        Ok(Some(oncegate_config::StoreKind::Postgres)) => (
+            format!("row {} of oncegate_markers", key.as_str()),
+            "upgrade oncegate here if a newer release wrote the row; otherwise restore the table, or correct store.url".to_owned(),
+        ),
         _ => {
             let key = format!("{}{}", config.prefix(), key.as_str());
             let remedy = format!(

@@ -8,8 +8,8 @@ use crate::error::Error;
 /// The phase of the drain, its deadline and the error that caused it.
 ///
 /// At the end of a drain the source is closed. A later call of `begin` never postpones the
-/// deadline. When the drain timeout is over, the deadline is extended once, by [`STOP_TIMEOUT`], in
-/// which the store records the outcomes of dropped handlers.
+/// deadline. If deliveries are in flight when the drain timeout is over, the deadline is extended once,
+/// by [`STOP_TIMEOUT`], in which the store records the outcomes of dropped handlers.
 pub(super) struct Drain {
     state: DrainState,
     timeout: Duration,

@@ -18,7 +18,8 @@ pub struct MarkerColumns {
     pub base: Option<i64>,
     /// How many leases ended without a recorded outcome.
     pub crashes: Option<i64>,
-    /// What the attempts may have done: 0 nothing, 1 unknown.
+    /// What the attempts, or those before the current one if there is one, may have done: 0 nothing,
+    /// 1 unknown.
     pub effect: Option<i16>,
     /// The token of the claim that holds the id.
     pub token: Option<u128>,

@@ -26,8 +26,8 @@ pub struct Problem {
     source: Option<Arc<dyn Error + Send + Sync>>,
 }
 
-/// The source of a [`Problem`] of claims that the store does not grant now, because it may have lost
-/// markers. The text of the problem says when claims continue, and what to do.
+/// The source of a [`Problem`] of claims that the store does not grant now, because markers may be
+/// lost, or may have expired early after a jump of the clock. The text of the problem says when claims continue, and what to do.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("claims are paused")]
 pub struct ClaimsPaused;
@@ -42,7 +42,7 @@ impl ClaimsPaused {
 }
 
 impl StoreFailure {
-    /// A claim that is not sent, because the store may have lost markers.
+    /// A claim that is not sent, because markers may be lost or may have expired early.
     pub fn claims_paused(text: impl AsRef<str>) -> Self {
         Self::NotApplied(Problem::of(text, ClaimsPaused))
     }

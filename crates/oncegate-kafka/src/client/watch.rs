@@ -86,8 +86,8 @@ pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<C
                 .client
                 .suspect_lost_metadata(without_coordinator_since, Instant::now());
         }
-        // After this time, no new client reaches the coordinator either: otherwise the consumer's
-        // client would have been replaced.
+        // After this time, most likely no new client reaches the coordinator either: otherwise the
+        // consumer's client would have been replaced.
         if let Some(elapsed) = without_coordinator_since
             .map(|at| at.elapsed())
             .filter(|it| *it >= LOG_INTERVAL && throttle.due(Instant::now()).is_some())
@@ -139,7 +139,8 @@ struct PartitionWatch {
     gauges: HashSet<(String, i32)>,
     /// Partitions whose log end no broker returned when it was last requested.
     without_log_end: HashSet<(String, i32)>,
-    /// Whether no broker returned the log end of any partition at the last check.
+    /// Whether the last check had partitions, and no broker returned a log end or replied that a
+    /// partition is missing.
     got_no_answer: bool,
 }
 
@@ -180,7 +181,8 @@ impl PartitionWatch {
         }
     }
 
-    /// Whether no broker returned the log end of any partition at the last check.
+    /// Whether the last check had partitions, and no broker returned a log end or replied that a
+    /// partition is missing.
     fn got_no_answer(&self) -> bool {
         self.got_no_answer
     }
@@ -503,8 +505,8 @@ mod tests {
             }
             replaced.push(second - last);
             last = second;
-            // Each client starts at the committed offset and reads one message; the ninth one reads
-            // two, which is progress.
+            // Each client starts at the committed offset and reads one message; those after the
+            // ninth replacement read two, which is progress once.
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().remove_assignments(&epochs);
             assign(&mut shared.lock(), 0, StartPosition::Committed(4));

@@ -94,7 +94,7 @@ impl ClientHealth {
             return;
         }
         // This report was delayed. The client may have reconnected after it, so the replacement
-        // waits for the next report.
+        // waits for a report that comes at least one statistics interval later.
         if is_late && self.suspected_since.is_some() {
             self.suspected_since = Some(now);
         }

@@ -156,7 +156,8 @@ pub async fn a_repeated_claim_is_the_same_grant(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// While a lease is valid, all other claims receive `Busy`, whatever the guarantees are.
+/// While a lease is valid, all other claims of the same body receive `Busy`, whatever the guarantees
+/// are.
 pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for holder in BOTH_GUARANTEES {
@@ -178,8 +179,8 @@ pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// A claim takes over an expired lease with the next attempt if both guarantees are effectively
-/// once.
+/// A claim takes over an expired lease with the next attempt if the guarantees of the holder and of
+/// the claimer are both effectively once.
 pub async fn an_ended_lease_is_taken_over_in_effectively_once(store: Arc<dyn Store>) {
     let guarantee = EFFECTIVELY_ONCE;
     let rows = [(1, 2), (4, 5), (u32::MAX, u32::MAX)].map(|(before, next)| {
@@ -200,8 +201,8 @@ pub async fn an_ended_lease_is_taken_over_in_effectively_once(store: Arc<dyn Sto
     check_rows(&*store, &rows).await;
 }
 
-/// A claim of an id with an expired lease receives `InDoubt`, and the doubt has its token and the
-/// next attempt, if one of the two guarantees is at most once.
+/// If the guarantee of the holder or of the claimer is at most once, a claim of an id with an expired
+/// lease receives `InDoubt`, and the doubt has the token of the claim and the next attempt.
 pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (holder, claimer) in [
@@ -304,7 +305,7 @@ pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>
     check_rows(&*store, &rows).await;
 }
 
-/// While a consumer reconciles, all other claims receive `Busy`.
+/// While a consumer reconciles, all other claims of the same body receive `Busy`.
 pub async fn a_doubt_that_another_reconciles_is_busy(store: Arc<dyn Store>) {
     let rows = BOTH_GUARANTEES.map(|guarantee| {
         let given = reconciling_attempt(OTHER_TOKEN, 2);
