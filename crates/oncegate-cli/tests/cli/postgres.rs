@@ -184,3 +184,19 @@ async fn messages_of_the_outbox_are_listed_retried_and_dropped_with_an_audit() {
         .exits_with(2)
         .prints("the outbox is in PostgreSQL");
 }
+
+#[tokio::test]
+async fn an_unreadable_row_is_shown_with_a_remedy_for_the_table() {
+    let cli = migrated().await;
+    write_one_marker_per_state(&cli).await;
+    let pool = sqlx::PgPool::connect(cli.postgres_url())
+        .await
+        .expect("PostgreSQL");
+    sqlx::query("UPDATE oncegate_markers SET state = 99")
+        .execute(&pool)
+        .await
+        .expect("changed rows");
+    cli.run(&["marker", "show", "left"])
+        .exits_with(1)
+        .prints("upgrade oncegate here if a newer release wrote the row");
+}
