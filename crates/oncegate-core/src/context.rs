@@ -15,7 +15,8 @@ pub struct Context(pub(crate) Arc<SharedDelivery>);
 /// The data of one delivery that the engine, the context of a handler and the renewals share.
 ///
 /// The engine changes a record only while no other reference to it exists, and otherwise a copy: a
-/// handler that keeps its context keeps the values of its own run.
+/// handler that keeps its context keeps the values of its own run. Only the deadlines of the lease
+/// change for all references.
 #[derive(Clone, Debug)]
 pub(crate) struct SharedDelivery {
     /// `None` if the message has no usable id, so that its handler never runs.

@@ -63,12 +63,13 @@ pub enum ShadowOutcome {
     Conflict,
     /// The message was dead-lettered before.
     Rejected,
-    /// The store was unavailable: the consumer would have waited.
+    /// The store returned an error, or was not asked because of an earlier one. If it was
+    /// unavailable, the consumer would have waited.
     StoreUnavailable,
 }
 
-/// How long the `Shadow` sends no operations to the store after an operation without an answer, so
-/// that no message waits for an unavailable store.
+/// How long the `Shadow` sends no operations to the store after one that failed, so that no message
+/// waits for an unavailable store.
 const STORE_PAUSE: Duration = Duration::from_secs(1);
 
 struct ShadowShared {
@@ -280,8 +281,8 @@ impl ShadowShared {
 
     /// The verdict for the consumer, which lets the message run or accepts its result.
     ///
-    /// `answer` is `None` for an operation that was not sent to the store, and `Some(None)` for one
-    /// that the store did not answer.
+    /// `answer` is `None` for an operation whose token the store did not grant, and `Some(None)` for
+    /// one without an answer, also while the store is not asked.
     fn verdict(&self, operation: &Operation, answer: Option<Option<Verdict>>) -> Verdict {
         if let OperationKind::Claim = operation.kind {
             return self.granted(operation, answer.flatten());

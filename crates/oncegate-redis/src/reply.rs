@@ -10,8 +10,8 @@ use crate::failure::StoreFailure;
 use crate::record::{self, DecodeError};
 use crate::router::CommandTarget;
 
-/// Reads the reply to a claim's `SET … NX GET`; `None` if the script must decide, since the marker's
-/// age or holder matters.
+/// Reads the reply to a claim's `SET … NX GET`; `None` if the script must decide: a marker exists,
+/// and the claim may be granted over it, or its age or holder matters.
 pub(crate) fn claim(reply: Value, operation: &Operation) -> Option<VerdictResult> {
     match reply {
         Value::Nil => Some(Ok(Verdict::Granted(Attempts::new(1)))),

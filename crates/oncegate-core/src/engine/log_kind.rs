@@ -94,7 +94,7 @@ impl LogKind {
             Self::Panicked => "handler panicked",
             Self::Failed => "handler failed without an effect",
             Self::TimedOut => "handler timed out",
-            Self::OutcomeUnknown => "handler failed, its outcome is unknown",
+            Self::OutcomeUnknown => "handler failed, its",
             Self::DatabaseUnavailable => "transaction not begun",
             Self::Reconciled => "reconcile",
             Self::TakenOver => "message taken over",

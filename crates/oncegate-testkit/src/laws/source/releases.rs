@@ -87,7 +87,7 @@ pub async fn releases_are_redelivered_in_the_order_of_their_delays(queue: impl T
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;
     let all = client.receive(3).await;
-    let delays = [5_000, 3_000, 1_000].map(|millis| client.delay(millis));
+    let delays = [5_000, 2_400, 1_000].map(|millis| client.delay(millis));
     client
         .settle(
             all.into_iter()
