@@ -100,7 +100,11 @@ impl TransactionalHandler<SqliteInbox> for InsertsRows {
                 transaction.call(count).await.retry()?;
             }
             Then::DropACall => {
-                let second = transaction.call(insert).now_or_never();
+                let slow = move |sqlite: &mut Transaction<'_>| {
+                    std::thread::sleep(Duration::from_millis(50));
+                    insert(sqlite)
+                };
+                let second = transaction.call(slow).now_or_never();
                 assert!(second.is_none(), "it was called at once");
             }
             Then::HideAnError => {
