@@ -3,6 +3,8 @@
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
@@ -108,20 +110,27 @@ impl SqliteInbox {
     }
 }
 
-/// The transaction of a message or a batch, with its records. The consumer commits it; if it is dropped, it is
-/// rolled back.
+/// The transaction of a message or a batch, with its records. The consumer commits it; if it is
+/// dropped, it is rolled back.
 pub struct SqliteTransaction {
     requests: Sender<TransactionRequest>,
     interrupt: InterruptHandle,
+    /// Set before a rollback: closures that have not begun are skipped.
+    is_ended: Arc<AtomicBool>,
     /// Whether a closure may be running.
     is_calling: bool,
 }
 
 impl SqliteTransaction {
-    pub(super) fn new(requests: Sender<TransactionRequest>, interrupt: InterruptHandle) -> Self {
+    pub(super) fn new(
+        requests: Sender<TransactionRequest>,
+        interrupt: InterruptHandle,
+        is_ended: Arc<AtomicBool>,
+    ) -> Self {
         Self {
             requests,
             interrupt,
+            is_ended,
             is_calling: false,
         }
     }
@@ -169,17 +178,14 @@ impl SqliteTransaction {
         }
     }
 
-    /// Commits or rolls back. A commit waits for a closure whose caller has stopped waiting, because
-    /// it belongs to the transaction; a rollback interrupts it.
+    /// Commits or rolls back. Before that it interrupts the closure that is running, if its caller has
+    /// stopped waiting, and skips those that have not begun: after the request, the thread may
+    /// execute another transaction.
     async fn end(
         mut self,
         request: fn(oneshot::Sender<Result<(), CommitError>>) -> TransactionRequest,
-        closure: RunningClosure,
     ) -> Result<(), CommitError> {
-        // Before the request, after which the thread may execute another transaction.
-        if closure == RunningClosure::Interrupted {
-            self.interrupt_closure();
-        }
+        self.interrupt_closures();
         self.is_calling = false;
         let (reply, result) = oneshot::channel();
         let _ = self.requests.send(request(reply)); // as in `call`
@@ -189,28 +195,20 @@ impl SqliteTransaction {
             Err(_) => Err(CommitError::Unknown("the SQLite thread panicked".into())),
         }
     }
-}
 
-/// What happens to a closure that is running when the transaction ends.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum RunningClosure {
-    Awaited,
-    Interrupted,
-}
-
-impl SqliteTransaction {
-    fn interrupt_closure(&self) {
+    fn interrupt_closures(&self) {
         if self.is_calling {
+            self.is_ended.store(true, Ordering::Release);
             self.interrupt.interrupt();
         }
     }
 }
 
 impl Drop for SqliteTransaction {
-    /// Interrupts the statement that is running. Until `requests` is dropped, after this, the thread
-    /// executes no other transaction, unless the transaction was ended by a request.
+    /// Interrupts the closure that is running. Until `requests` is dropped, after this, the thread
+    /// executes no other transaction.
     fn drop(&mut self) {
-        self.interrupt_closure();
+        self.interrupt_closures();
     }
 }
 
@@ -283,16 +281,14 @@ impl Inbox for SqliteInbox {
         }
     }
 
-    async fn commit(&self, transaction: SqliteTransaction) -> Result<(), CommitError> {
-        transaction
-            .end(TransactionRequest::Commit, RunningClosure::Awaited)
-            .await
+    async fn commit(&self, mut transaction: SqliteTransaction) -> Result<(), CommitError> {
+        // A closure whose caller has stopped waiting belongs to the transaction.
+        transaction.is_calling = false;
+        transaction.end(TransactionRequest::Commit).await
     }
 
     async fn rollback(&self, transaction: SqliteTransaction) -> Result<(), CommitError> {
-        transaction
-            .end(TransactionRequest::Rollback, RunningClosure::Interrupted)
-            .await
+        transaction.end(TransactionRequest::Rollback).await
     }
 }
 

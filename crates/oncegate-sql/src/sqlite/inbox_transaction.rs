@@ -1,5 +1,7 @@
 //! A transaction of an inbox, on the thread of its connection.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -110,7 +112,9 @@ impl<'writer> InboxTransaction<'writer> {
         reply: BeginReply,
     ) -> ConnectionReuse {
         let (sender, requests) = channel();
-        let caller = SqliteTransaction::new(sender, self.transaction.get_interrupt_handle());
+        let is_ended = Arc::new(AtomicBool::new(false));
+        let interrupt = self.transaction.get_interrupt_handle();
+        let caller = SqliteTransaction::new(sender, interrupt, is_ended.clone());
         // If the caller has stopped waiting, `caller` is dropped, and the first receive fails.
         let _ = reply.send(Ok(BatchTransaction {
             transaction: Some(caller),
@@ -118,6 +122,7 @@ impl<'writer> InboxTransaction<'writer> {
         }));
         loop {
             match requests.recv() {
+                Ok(TransactionRequest::Call(_)) if is_ended.load(Ordering::Acquire) => {}
                 Ok(TransactionRequest::Call(call)) => {
                     self.writer.file.guard.set_running(true);
                     if !call(&mut self.transaction) {

@@ -849,3 +849,26 @@ async fn nothing_is_committed_without_the_record_or_half_done() {
         assert_eq!(counts(&raw), (0, 0, 0), "{what}");
     }
 }
+
+/// A handler stops waiting for two closures and fails: the first is running, the second has not begun.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rollback_skips_closures_that_have_not_begun() {
+    let directory = Directory::new();
+    let inbox = SqliteInbox::file(directory.file());
+    let begun = inbox.begin(&a_claim("t-1"), SECOND).await.expect("begun");
+    let BeginResult::Transaction(mut transaction) = begun else {
+        panic!("it has no record: {begun:?}");
+    };
+    let slow = |_: &mut Transaction<'_>| std::thread::sleep(Duration::from_millis(300));
+    let ran = Arc::new(AtomicUsize::new(0));
+    let counted = ran.clone();
+    let second = move |_: &mut Transaction<'_>| counted.fetch_add(1, Ordering::Relaxed);
+    assert!(transaction.call(slow).now_or_never().is_none());
+    assert!(transaction.call(second).now_or_never().is_none());
+    inbox.rollback(transaction).await.expect("rolled back");
+    assert_eq!(
+        ran.load(Ordering::Relaxed),
+        0,
+        "a closure ran after the rollback was requested"
+    );
+}
