@@ -228,7 +228,7 @@ async fn index(State(state): State<Arc<AdminState>>) -> String {
     format!(
         "oncegate admin port\n\n\
          /live     200 while the process responds\n\
-         /ready    200 while every consumer is connected, has its store and does not drain, 503 otherwise\n\
+         /ready    200 once every consumer has connected, while its store answers and it does not drain, 503 otherwise\n\
          /status   consumers, sources and the last warnings and errors as JSON\n\
          /metrics  {metrics}\n"
     )

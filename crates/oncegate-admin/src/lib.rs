@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `GET /` | these paths, as text |
 //! | `GET /live` | 200 while the process responds, even if a broker or a store is unavailable, which a restart does not fix |
-//! | `GET /ready` | 200 while every consumer is connected, has its store and does not drain, 503 otherwise |
+//! | `GET /ready` | 200 once every consumer has connected, while its store answers and it does not drain, 503 otherwise |
 //! | `GET /status` | consumers, sources and the last warnings and errors, as JSON |
 //! | `GET /metrics` | all metrics of the process in the Prometheus text format |
 //!

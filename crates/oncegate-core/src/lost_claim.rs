@@ -48,7 +48,7 @@ impl LostClaim {
                 attempt,
                 origin,
                 suppressed_lines,
-                "completion refused, another claim of the id exists: the handler succeeded, but may run again or has run elsewhere, so the effect may happen twice; check the effect of this id, and why the claim was lost (data loss, an eviction, a deleted key, or a lease that ended)"
+                "completion refused, another delivery has claimed or rejected the id since: the handler succeeded, but may run again or has run elsewhere, so the effect may happen twice; check the effect of this id, also before you redrive its dead letter, and why the claim was lost (data loss, an eviction, a deleted key, or a lease that ended)"
             ),
         }
     }

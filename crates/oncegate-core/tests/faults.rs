@@ -466,6 +466,16 @@ async fn durations_longer_than_ten_years_are_refused() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn readiness_reports_whether_messages_are_received() {
+    assert_readiness_follows_the_store(Outage::Hold).await;
+}
+
+/// The message is handled meanwhile, so only its late completion shows that the store answers again.
+#[tokio::test(flavor = "multi_thread")]
+async fn readiness_returns_with_the_answer_to_a_late_completion() {
+    assert_readiness_follows_the_store(Outage::PassThrough).await;
+}
+
+async fn assert_readiness_follows_the_store(during_an_outage: Outage) {
     let (broker, readiness, outage) = (
         broker_with_one_message(),
         Readiness::new(),
@@ -499,6 +509,7 @@ async fn readiness_reports_whether_messages_are_received() {
         all.all_settled().await;
     };
     consumer(&broker, store, Slow::default())
+        .outage(during_an_outage)
         .readiness(readiness.clone())
         .run_until(shutdown)
         .await

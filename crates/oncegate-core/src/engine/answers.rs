@@ -134,7 +134,9 @@ impl Engine {
                 (Some(_), Err(StoreError::UnreadableMarker(_))) => summary.any_answered = true,
                 (_, Err(StoreError::Misconfigured(_))) => summary.misconfigured = Some(index),
                 (Some(_), Err(_)) => summary.unavailable = Some(index),
-                (None, _) => {}
+                // A late completion: the store is available again, also if nothing else waits for it.
+                (None, Ok(_)) => summary.any_answered = true,
+                (None, Err(_)) => {}
             }
             if let Some(entry) = slot.and_then(|slot| self.intake.at_mut(slot)) {
                 entry.end_operation(&"unavailable", None);

@@ -29,6 +29,9 @@ const BATCHES_AT_ONCE: usize = 2;
 /// The maximum size of [`InBatches::cut_short`].
 const MAX_CUT_SHORT: usize = 10_000;
 
+/// What follows for the messages of a batch that was rolled back, as the log says it.
+const HANDLED_ALONE: &str = "its messages are handled in transactions of their own";
+
 /// How often the failure of a batch is logged.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -157,11 +160,12 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         cut_short.extend(claims.into_iter().map(|claim| claim.key.clone()));
     }
 
-    fn log_failure(&self, error: &dyn std::fmt::Display, messages: usize) {
+    fn log_failure(&self, error: &dyn std::fmt::Display, messages: usize, follows: &str) {
         if let Some(suppressed_lines) = self.failure_log.lock().due(std::time::Instant::now()) {
+            let inbox = self.inbox.described();
             tracing::warn!(
-                %error, messages, suppressed_lines,
-                "batch of an inbox not committed, its messages are handled in transactions of their own; see `error`"
+                %error, %inbox, messages, suppressed_lines,
+                "batch of an inbox not committed, {follows}; see `error`"
             );
         }
     }
@@ -213,7 +217,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         } = match begun {
             Ok(begun) => begun,
             Err(error) => {
-                self.log_failure(&error, batch.len());
+                self.log_failure(&error, batch.len(), HANDLED_ALONE);
                 for run in batch {
                     let _ = run.end.send(BatchEnd::Alone(run.item)); // fails if the run was dropped
                 }
@@ -261,7 +265,16 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
             }
         };
         if let Err(error) = &outcome {
-            self.log_failure(error, items.len());
+            let follows = match error {
+                CommitError::RolledBack(_) => HANDLED_ALONE,
+                CommitError::Unknown(_) => {
+                    "or its commit was not confirmed: its messages are claimed again, and skipped if they have records"
+                }
+                CommitError::EndedByHandler(_) => {
+                    "because its handler ended the transaction: its messages are dead-lettered, and their changes may be committed; check their rows before a redrive"
+                }
+            };
+            self.log_failure(error, items.len(), follows);
         }
         for (item, end) in items.into_iter().zip(ends) {
             let result = match &outcome {
