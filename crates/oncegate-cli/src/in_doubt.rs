@@ -503,12 +503,13 @@ impl<'a> ResolveSession<'a> {
     }
 }
 
-/// The last completed resolution of an id in the audit, as text; `None` if there is none.
+/// The last resolution of an id in the audit, as text; `None` if there is none, or if it did not end:
+/// then the message may still be in doubt.
 async fn decision(audit: &Audit, id: &MessageId) -> Result<Option<String>, CliError> {
     let mut actions = audit.actions_on(id).await?.into_iter();
-    let is_decision =
-        |action: &AuditEntry| action.what == COMMAND.name && action.stage == ActionStage::Done;
-    Ok(actions.rfind(is_decision).map(|action| {
+    let last = actions.rfind(|action: &AuditEntry| action.what == COMMAND.name);
+    let ended = last.filter(|action| action.stage == ActionStage::Done);
+    Ok(ended.map(|action| {
         format!(
             "{id} was resolved before by {} at {} ({})",
             action.who, action.at, action.after
