@@ -13,17 +13,14 @@ use oncegate_testkit::servers::{RabbitOptions, RabbitServer};
 use crate::KINDS;
 use crate::fixture::*;
 
-/// RabbitMQ 3.10 has no settings that deny these features.
+/// RabbitMQ 3.10 has no setting that denies them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_source_uses_no_transient_queues_and_no_global_prefetch() {
+async fn the_source_uses_no_transient_queues() {
     let denied = expected(&[
         ("3.10", &[][..]),
         (
             "4.3",
-            &[
-                "deprecated_features.permit.transient_nonexcl_queues",
-                "deprecated_features.permit.global_qos",
-            ],
+            &["deprecated_features.permit.transient_nonexcl_queues"],
         ),
     ]);
     let options = denied
@@ -35,7 +32,6 @@ async fn the_source_uses_no_transient_queues_and_no_global_prefetch() {
         .await
         .expect("no panic")
         .expect("a server");
-    // RabbitMQ handles a denied global prefetch as one for each consumer; it refuses a denied queue.
     let other = QueueFixture::at(&server.url()).await;
     let transient = other.channel.queue_declare(
         "transient".into(),

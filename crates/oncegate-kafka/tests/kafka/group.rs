@@ -156,6 +156,7 @@ async fn join_and_leave(source: impl Fn(&Topic, usize) -> Kafka) {
         .filter(|count| **count > 1)
         .count();
     assert_eq!(twice, 0);
+    assert_eq!(handled.total_and_repeated(), (total, 0), "handled");
     for partition in 0..PARTITIONS {
         topic.await_commit(partition, EACH as i64).await;
     }
