@@ -3,7 +3,7 @@
 //! clock, I/O, locks and librdkafka. The caller performs the action that `apply` returns.
 
 use std::ops::Range;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 #[cfg(test)]
 mod interleaving_tests;
@@ -20,6 +20,8 @@ pub(crate) use start::{CommittedOffset, StartPosition};
 
 /// Maximum number of offset gaps (see `add_gap`) that are kept until the log start offset is known.
 const MAX_GAPS: usize = 1_000;
+/// An immediate commit that the broker has not confirmed within this time is repeated.
+const UNCONFIRMED_COMMIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// An assigned partition.
 ///
@@ -189,8 +191,9 @@ enum PositionTrust {
 
 /// How the next offset is committed. librdkafka commits a stored offset only if it is above the
 /// committed one, so after a truncation below the committed offset it would commit nothing of this
-/// assignment. Hence the first commit of each assignment is immediate, and so is the one after a
-/// failed commit, or after a higher commit of an earlier assignment.
+/// assignment. Hence the first commit of each assignment is immediate, and is repeated until the
+/// broker has confirmed one; so is the commit after a failed one, or after a higher commit of an
+/// earlier assignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(test, derive(Hash))]
 enum NextCommit {
@@ -289,6 +292,12 @@ impl Partition {
                 if self.last_commit.is_some_and(|last| last < offset) =>
             {
                 self.commit_next(NextCommit::Immediate)
+            }
+            (_, E::CommitConfirmed(_))
+                if self.last_commit.is_some()
+                    && matches!(self.next_commit, NextCommit::ImmediateFrom(_)) =>
+            {
+                self.commit_next(NextCommit::Stored)
             }
             (_, E::CommitConfirmed(_)) => A::Nothing,
 
@@ -485,7 +494,8 @@ impl Partition {
             _ => OffsetCommitMode::Stored,
         };
         if mode == OffsetCommitMode::Immediate {
-            self.next_commit = NextCommit::Stored;
+            // Until the broker confirms it: librdkafka need not report a request that it has lost.
+            self.next_commit = NextCommit::ImmediateFrom(now + UNCONFIRMED_COMMIT_TIMEOUT);
         }
         self.last_commit = Some(offset);
         PartitionAction::Commit { offset, mode }

@@ -38,7 +38,7 @@ struct ReplacementBackoff {
     doublings: u32,
 }
 
-/// A partition with unread messages that makes no progress.
+/// A partition that makes no progress although its log does not end at its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct StallCandidate {
     /// Since when the partition has made no progress.
@@ -53,8 +53,8 @@ struct StallCandidate {
 }
 
 impl StallCandidate {
-    /// Updates the candidate of a partition that was read to `position` and whose log ends at
-    /// `end`; `None` if all was read.
+    /// Updates the candidate of a partition that is read from `position` and whose log ends at
+    /// `end`; `None` if all was read. A log that ends below `position` was truncated.
     fn next(
         before: Option<Self>,
         position: Option<i64>,
@@ -62,7 +62,7 @@ impl StallCandidate {
         progress: ReadProgress,
         now: Instant,
     ) -> Option<Self> {
-        if position.is_some_and(|position| position >= end) {
+        if position == Some(end) {
             return None;
         }
         let start = Self {
@@ -120,7 +120,7 @@ impl StallDetector {
             }
             // The partition is no candidate any more, so that its measurement starts again.
             stalled.push(format!(
-                "no progress on {topic}/{partition} at offset {position:?} for {time_limit:?}, while its log has grown to {end}"
+                "no progress on {topic}/{partition} at offset {position:?} for {time_limit:?}, while its log ends at {end}"
             ));
             let backoff = self.backoffs.entry((topic, partition)).or_default();
             backoff.position = position;
@@ -197,6 +197,9 @@ mod tests {
             !progressed.is_stalled(12, at(80), after),
             "a message was read"
         );
+        let truncated =
+            next(None, Some(50), 10, started).expect("a position above the log end is a candidate");
+        assert!(truncated.is_stalled(11, at(60), after));
         let unread = next(None, None, 3, started).expect("an unread partition is a candidate");
         assert!(
             next(Some(unread), None, 4, at(60))

@@ -1,5 +1,4 @@
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
 
 use super::*;
 use OffsetCommitMode::{Immediate, Stored};
@@ -113,6 +112,25 @@ fn a_failed_commit_is_repeated_after_a_pause() {
     assert_eq!(partition.commit_at(now), None, "not at once");
     assert_eq!(partition.commit_at(retry_at), Some((7, Immediate)));
     assert_eq!(partition.commit_at(retry_at), None);
+}
+
+#[test]
+fn an_immediate_commit_is_repeated_until_the_broker_confirms_it() {
+    let (mut partition, now) = (Partition::delivered([7, 8]), Instant::now());
+    assert_eq!(partition.commit_at(now), Some((7, Immediate)));
+    let (later, last) = (
+        now + UNCONFIRMED_COMMIT_TIMEOUT,
+        now + Duration::from_secs(3600),
+    );
+    assert_eq!(partition.commit_at(later), Some((7, Immediate)));
+    partition.settle_all([7]);
+    assert_eq!(
+        partition.commit_at(later),
+        Some((8, Stored)),
+        "librdkafka may commit it meanwhile"
+    );
+    partition.apply(E::CommitConfirmed(7));
+    assert_eq!(partition.commit_at(last), None);
 }
 
 #[test]

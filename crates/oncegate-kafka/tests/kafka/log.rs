@@ -67,6 +67,8 @@ async fn a_topic_that_is_recreated_while_it_is_read_commits_lower() {
 /// Two topics on one broker, which is stopped once.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothing_unsettled() {
+    // Printed if the test fails, which may depend on what happens while the broker restarts.
+    let _ = tracing_subscriber::fmt().with_test_writer().try_init();
     let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
         .await
         .expect("a broker");
