@@ -324,7 +324,7 @@ impl AmqpDriver {
                     .map(String::from_utf8_lossy)
                     .as_deref(),
                 suppressed_lines,
-                "a message was redelivered many times because channels or connections ended; RabbitMQ dead-letters it above the delivery limit of the quorum queue (20 by default since 4.0), although no handler failed; raise delivery-limit by a policy"
+                "a message was redelivered many times because channels or connections ended; RabbitMQ dead-letters it above the delivery limit of the quorum queue (20 by default since 4.0), although no handler failed; find out what ends them, such as crashes while a handler runs, or raise delivery-limit by a policy"
             );
         }
         session

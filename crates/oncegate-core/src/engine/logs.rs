@@ -303,13 +303,18 @@ impl Logs {
         if let Some(suppressed_lines) = self.due(LogKind::HandlerDropped) {
             let (id, origin) = id_and_origin(entry);
             let attempt = entry.attempt();
-            tracing::warn!(
-                id,
-                attempt,
-                %origin,
-                suppressed_lines,
-                "handler dropped at the end of the drain timeout, its outcome is unknown"
-            );
+            macro_rules! warn {
+                ($text:literal) => {
+                    tracing::warn!(id, attempt, %origin, suppressed_lines, $text)
+                };
+            }
+            if self.in_transactions {
+                warn!(
+                    "handler dropped at the end of the drain timeout, its transaction is rolled back unless its commit had begun"
+                );
+            } else {
+                warn!("handler dropped at the end of the drain timeout, its outcome is unknown");
+            }
         }
     }
 
@@ -339,6 +344,9 @@ impl Logs {
             };
         }
         match entry.in_flight.shared().terms.guarantee {
+            _ if self.in_transactions => warn!(
+                "outcome not recorded, because the consumer stops before the database answers: the message is handled again unless its record is found"
+            ),
             Guarantee::AtMostOnce => warn!(
                 "outcome not recorded, because the consumer stops before the store answers: after the lease the message is in doubt; compare the field `outcome` before you resolve it"
             ),

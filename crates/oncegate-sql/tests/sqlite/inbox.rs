@@ -360,6 +360,27 @@ async fn a_run_that_is_dropped_at_its_timeout_leaves_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_run_that_is_dropped_at_the_end_of_the_drain_leaves_nothing() {
+    let directory = Directory::new();
+    let raw = ledger(&directory);
+    let broker = broker(0..1);
+    let handler = InsertsRows::new(Then::TimeOut);
+    let has_begun = {
+        let runs = handler.runs.clone();
+        async move {
+            while runs.load(Ordering::Relaxed) == 0 {
+                tokio::time::sleep(SECOND / 100).await;
+            }
+        }
+    };
+    let stopped = consumer(&broker, directory.file(), handler.clone()).drain_timeout(SECOND / 2);
+    stopped.run_until(has_begun).await.expect("no error");
+    assert_eq!(counts(&raw), (0, 0, 0));
+    run(&broker, consumer(&broker, directory.file(), handler)).await;
+    assert_eq!(counts(&raw), (1, 1, 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_a_run_undoes_or_hides_is_no_failure() {
     for (first, rows) in [
         (Then::HideAnError, 1),
