@@ -105,6 +105,9 @@ pub(crate) fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage,
         (Running(grant, _), Returned(Outcome::Unreadable)) => {
             rejecting(grant, Reason::Unreadable, Effect::Nothing)
         }
+        (Running(grant, _), Returned(Outcome::Recorded)) => {
+            withdraw(grant, AfterWithdrawal::ClaimAgain)
+        }
         // The transaction of the inbox did not begin, or it is unknown whether it is committed: the
         // next transaction finds out. No attempt is counted, so that an outage of the database
         // rejects no message.
@@ -406,6 +409,7 @@ fn withdrawn(grant: Grant, then: AfterWithdrawal, policy: &Policy) -> (Stage, Ac
     match then {
         AfterWithdrawal::Release => release(Duration::ZERO, grant.failures),
         AfterWithdrawal::ReleaseLater => release(policy.pause(3), grant.failures),
+        AfterWithdrawal::ClaimAgain => claim_again(grant),
         AfterWithdrawal::Reject => reject(Reason::AttemptsSpent),
         // The next claim has a new token, so that a withdrawal that arrives late does not match it.
         AfterWithdrawal::AwaitIsolation => (Stage::New(grant.history()), Action::AwaitIsolation),

@@ -17,7 +17,7 @@ use crate::decode::Decode;
 use crate::fault;
 use crate::handler::{Failure, Handler, NoReconcile, Reconciled};
 use crate::id::Scope;
-use crate::inbox::InboxUnavailable;
+use crate::inbox::{InboxUnavailable, RecordFound};
 use crate::lease::Lease;
 use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::marker::Finding;
@@ -90,6 +90,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
             };
             let outcome = match &failure {
                 Failure::Retry(cause) if cause.is::<InboxUnavailable>() => Outcome::Unavailable,
+                Failure::Retry(cause) if cause.is::<RecordFound>() => Outcome::Recorded,
                 Failure::Retry(_) => Outcome::Retry,
                 Failure::Reject(_) => Outcome::Reject,
                 Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::HandlerReported),

@@ -1,4 +1,5 @@
-//! The settings of the consumer for one run in a transaction.
+//! What one run of a handler shares with its inbox. With an inbox, the transaction of a run is that
+//! of its message alone, or that of a batch of messages.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -8,8 +9,7 @@ use tokio::time::Instant;
 use crate::id::Scope;
 use crate::internal::Lock;
 
-/// The scope and the handler timeout of the consumer for one run in a transaction, and whether the
-/// run waits for the database.
+/// The scope and the handler timeout of one run, and whether a timeout is the fault of its handler.
 #[derive(Debug)]
 pub struct RunContext {
     scope: Scope,

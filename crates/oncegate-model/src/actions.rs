@@ -17,7 +17,15 @@ impl Model for SystemModel {
     type Action = ModelAction;
 
     fn init_states(&self) -> Vec<SystemState> {
-        vec![SystemState::new(self.setup.budget)]
+        let looks_up = SystemState::new(self.setup.budget);
+        let mut states = vec![looks_up.clone()];
+        if self.setup.effects == EffectsIn::Inbox {
+            states.push(SystemState {
+                looks_up: false,
+                ..looks_up
+            });
+        }
+        states
     }
 
     fn actions(&self, state: &SystemState, actions: &mut Vec<ModelAction>) {
@@ -138,9 +146,14 @@ impl SystemModel {
     ) {
         use ModelAction::*;
         let remaining = &state.remaining;
+        let is_inbox = self.setup.effects == EffectsIn::Inbox;
         match delivery.driver.stage() {
             Stage::Running(..) | Stage::WithoutClaim(_) => {
                 match delivery.run {
+                    // The transaction finds the record, and the handler does not run.
+                    Some(EffectState::Pending) if is_inbox && state.effects() > 0 => {
+                        actions.push(Return(consumer_index, Outcome::Recorded))
+                    }
                     Some(EffectState::Pending) if state.is_accepted(delivery.attempt()) => {
                         actions.push(EffectHappens(consumer_index));
                         if remaining.failures > 0 {
@@ -159,7 +172,6 @@ impl SystemModel {
                     None => {}
                 }
                 // With an inbox: the transaction does not begin, or its commit is not confirmed.
-                let is_inbox = self.setup.effects == EffectsIn::Inbox;
                 if is_inbox && remaining.lost_replies > 0 && delivery.run.is_some() {
                     actions.push(Return(consumer_index, Outcome::Unavailable));
                 }
@@ -510,8 +522,9 @@ impl SystemModel {
             _ => {}
         }
         let delivery = state.consumers[consumer_index].delivery.as_mut()?;
-        if let Outcome::Retry | Outcome::Reject = outcome {
-            delivery.run = None; // the handler reported that nothing happened, which is true
+        state.looks_up |= matches!(outcome, Outcome::Recorded | Outcome::Unavailable);
+        if let Outcome::Retry | Outcome::Reject | Outcome::Recorded = outcome {
+            delivery.run = None; // nothing happened in this run
         }
         self.handle_event(state, consumer_index, Event::Returned(outcome));
         Some(())

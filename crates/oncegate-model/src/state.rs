@@ -75,6 +75,8 @@ pub struct SystemState {
     /// At most one message for each body and destination, plus the one that the operator handles.
     pub(crate) dead_letters: Vec<ModelDeadLetter>,
     pub(crate) operator: Operator,
+    /// Whether the consumers look up the records of an inbox when they claim.
+    pub(crate) looks_up: bool,
     pub(crate) observations: Observations,
     pub(crate) remaining: Budget,
 }
@@ -367,6 +369,7 @@ impl SystemState {
             sink: Sink::default(),
             dead_letters: Vec::new(),
             operator: Operator::Idle,
+            looks_up: true,
             observations: Observations::default(),
             remaining: budget,
         }

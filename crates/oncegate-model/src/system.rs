@@ -215,6 +215,7 @@ impl SystemModel {
         });
         if self.setup.effects == EffectsIn::Inbox
             && sent.kind == OperationKind::Claim
+            && state.looks_up
             && state.effects() > 0
         {
             return Verdict::Duplicate; // the store of the inbox finds the record

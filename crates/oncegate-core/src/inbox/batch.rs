@@ -11,7 +11,9 @@ use futures_util::FutureExt;
 use serde::de::DeserializeOwned;
 use tokio::sync::{Semaphore, oneshot};
 
-use super::{CommitError, Inbox, InboxUnavailable, begin, end, is_unavailable, result_of_record};
+use super::{
+    CommitError, Inbox, InboxUnavailable, InboxWithLookups, RecordFound, end, is_unavailable,
+};
 use crate::context::Context;
 use crate::defaults;
 use crate::fault;
@@ -93,7 +95,7 @@ pub struct BatchTransaction<T> {
 #[derive(Debug)]
 pub struct InBatches<H: BatchTransactionalHandler<I>, I: Inbox> {
     handler: H,
-    inbox: Arc<I>,
+    inbox: Arc<InboxWithLookups<I>>,
     waiting: Lock<Vec<WaitingRun<H::Payload>>>,
     /// A permit for each batch that runs.
     batches: Semaphore,
@@ -125,8 +127,11 @@ enum BatchEnd<P> {
 }
 
 impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
-    pub(super) fn new(handler: H, inbox: Arc<I>) -> Self {
-        let transactions = inbox.max_transactions().clamp(1, Semaphore::MAX_PERMITS);
+    pub(super) fn new(handler: H, inbox: Arc<InboxWithLookups<I>>) -> Self {
+        let transactions = inbox
+            .inbox
+            .max_transactions()
+            .clamp(1, Semaphore::MAX_PERMITS);
         Self {
             handler,
             inbox,
@@ -162,7 +167,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
 
     fn log_failure(&self, error: &dyn std::fmt::Display, messages: usize, follows: &str) {
         if let Some(suppressed_lines) = self.failure_log.lock().due(std::time::Instant::now()) {
-            let inbox = self.inbox.described();
+            let inbox = self.inbox.inbox.described();
             tracing::warn!(
                 %error, %inbox, messages, suppressed_lines,
                 "batch of an inbox not committed, {follows}; see `error`"
@@ -179,13 +184,11 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
     ) -> Result<(), Failure> {
         run.set_waits_for_database(true);
         let _permit = self.transactions.acquire().await;
-        let Some(mut transaction) = begin(&*self.inbox, claim, run).await? else {
-            return Ok(());
-        };
+        let mut transaction = self.inbox.begin(claim, run).await?;
         let items = [item];
         let handle = async { self.handler.handle(&items, &mut transaction).await };
         let handled = AssertUnwindSafe(handle).catch_unwind().await;
-        end(&*self.inbox, transaction, handled, run).await
+        end(&self.inbox.inbox, transaction, handled, run).await
     }
 
     /// Handles a message in a transaction of its own. Its later runs join batches again, unless the
@@ -208,7 +211,11 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         let _permit = self.transactions.acquire().await;
         let claims: Vec<Operation> = batch.iter().map(|run| run.claim.clone()).collect();
         fault::point("inbox.batch.begin.before");
-        let begun = self.inbox.begin_batch(&claims, run.longest_run()).await;
+        let begun = self
+            .inbox
+            .inbox
+            .begin_batch(&claims, run.longest_run())
+            .await;
         fault::point("inbox.batch.begin.after");
         let (mut items, mut ends) = (Vec::new(), Vec::new());
         let BatchTransaction {
@@ -217,6 +224,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         } = match begun {
             Ok(begun) => begun,
             Err(error) => {
+                self.inbox.look_up_again();
                 self.log_failure(&error, batch.len(), HANDLED_ALONE);
                 for run in batch {
                     let _ = run.end.send(BatchEnd::Alone(run.item)); // fails if the run was dropped
@@ -232,7 +240,10 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
                     continue;
                 }
                 Some(Verdict::Granted(_)) => BatchEnd::Alone(run.item),
-                Some(verdict) => BatchEnd::Run(result_of_record(verdict)),
+                Some(_) => {
+                    self.inbox.look_up_again();
+                    BatchEnd::Run(Err(Failure::Retry(RecordFound.into())))
+                }
             };
             let _ = run.end.send(end);
         }
@@ -245,7 +256,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         let outcome = match handled {
             Ok(Ok(Ok(()))) => {
                 fault::point("inbox.batch.commit.before");
-                let committed = self.inbox.commit(transaction).await;
+                let committed = self.inbox.inbox.commit(transaction).await;
                 fault::point("inbox.batch.commit.after");
                 committed
             }
@@ -259,7 +270,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
                 // its end, their next runs join no batch.
                 self.remember_as_cut_short(&claims);
                 fault::point("inbox.batch.rollback.before");
-                let rolled_back = self.inbox.rollback(transaction).await;
+                let rolled_back = self.inbox.inbox.rollback(transaction).await;
                 fault::point("inbox.batch.rollback.after");
                 rolled_back.and(Err(CommitError::RolledBack(cause.into())))
             }

@@ -58,6 +58,9 @@ pub enum Outcome {
     Unreadable,
     /// The effect may have happened.
     Unknown(DoubtCause),
+    /// The inbox has a record of the id, which was not looked up with the claim, or was committed
+    /// after it: claim again, which looks it up.
+    Recorded,
     /// The database of the inbox began no transaction, or the reply to a commit was lost: run
     /// again. The next transaction finds out whether the last one was committed.
     Unavailable,

@@ -132,6 +132,9 @@ pub enum AfterWithdrawal {
     Release,
     /// The database of the inbox is unavailable: the delivery is released with a delay.
     ReleaseLater,
+    /// The inbox has a record of the id: the delivery claims again, and gets the verdict of the
+    /// record.
+    ClaimAgain,
     /// The delivery waits without a claim until it may run in isolation.
     AwaitIsolation,
     /// The delivery is dead-lettered, because it failed too often. Other deliveries of its id may

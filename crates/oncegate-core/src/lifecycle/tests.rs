@@ -61,6 +61,7 @@ fn stages() -> Vec<Stage> {
         Withdrawing(GRANT, AfterWithdrawal::AwaitIsolation),
         Withdrawing(GRANT, AfterWithdrawal::Reject),
         Withdrawing(GRANT, AfterWithdrawal::ReleaseLater),
+        Withdrawing(GRANT, AfterWithdrawal::ClaimAgain),
         Ready(GRANT),
         Running(GRANT, Tries(0)),
         Pausing(GRANT, Tries(1)),
@@ -1035,4 +1036,29 @@ fn an_unavailable_database_counts_no_attempt_unless_a_run_has_failed() {
             release(pause(3), GRANT.failures)
         );
     }
+}
+
+#[test]
+fn a_run_that_finds_a_record_claims_again_and_counts_no_attempt() {
+    let policy = effectively_once();
+    let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::ClaimAgain);
+    for tries in 0..2 {
+        let running = Stage::Running(GRANT, Tries(tries));
+        assert_eq!(
+            transition(running, Event::Returned(Outcome::Recorded), &policy),
+            (withdrawing, Action::Apply)
+        );
+    }
+    let (claiming, action) = transition(withdrawing, Event::Answer(V::Applied), &policy);
+    assert_eq!(
+        (claiming, action),
+        (
+            Stage::Claiming(GRANT.history(), ClaimTries(0)),
+            Action::NewClaim
+        )
+    );
+    assert_eq!(
+        transition(claiming, Event::Answer(V::Duplicate), &policy),
+        accept(ProofKind::Duplicate)
+    );
 }

@@ -17,8 +17,8 @@ use super::windows;
 /// The version of the schema. A file with another version is rejected and not changed.
 const VERSION: i32 = 3;
 
-/// The `application_id` of files before version 3: `once` in ASCII. Their version is the
-/// `user_version`, which programs set for tables of their own.
+/// The `application_id` of files before version 3: `once` in ASCII. Their version is
+/// in `user_version`, which a program that shares its file with an inbox uses for its own tables.
 const FORMER_APPLICATION_ID: i32 = i32::from_be_bytes(*b"once");
 
 /// The columns of a marker. SQLite keeps the comments in the file, for readers of `.schema`.
@@ -197,7 +197,7 @@ impl OpenDatabase {
         Transaction::new_unchecked(&self.connection, TransactionBehavior::Immediate)
     }
 
-    /// The same, without waiting for locks; `None` if another connection has the write lock.
+    /// Like [`begin`](Self::begin), without waiting for locks; `None` if another connection has the write lock.
     pub(crate) fn begin_unless_locked(
         &self,
         config: &FileConfig,
@@ -212,7 +212,7 @@ impl OpenDatabase {
     }
 
     /// Checks that the path still refers to this file and WAL, and that its version is supported.
-    /// Called within each transaction: writes to a removed file or WAL would be lost, and a newer
+    /// Called within each writing transaction: writes to a removed file or WAL would be lost, and a newer
     /// release may have migrated the file.
     pub(crate) fn check(&self, config: &FileConfig) -> Result<(), StoreFailure> {
         if !self.is_current(config) {

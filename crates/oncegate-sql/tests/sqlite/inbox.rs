@@ -490,6 +490,43 @@ async fn a_copy_with_another_body_is_a_conflict() {
     assert_eq!(counts(&raw), (1, 1, 1));
 }
 
+/// After so many messages without a record, claims are not looked up.
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_are_found_after_many_messages_without_one() {
+    for in_batches in [false, true] {
+        let directory = Directory::new();
+        let raw = ledger(&directory);
+        let broker = broker(0..1_200);
+        let builder = Consumer::builder()
+            .source(broker.source())
+            .inbox(SqliteInbox::file(directory.file()))
+            .id(IdSource::message_id())
+            .fingerprints(Fingerprints::Body);
+        let consumer = match in_batches {
+            true => builder
+                .batch_transactional_handler(InsertsBatches::default())
+                .build(),
+            false => builder
+                .transactional_handler(InsertsRows::new(Then::Succeed))
+                .build(),
+        };
+        let copies = async {
+            broker.all_settled().await;
+            for (id, body) in [("t-7", "1"), ("t-8", "2"), ("t-9", "1")] {
+                broker.publish(Message::new(body).with_message_id(id));
+            }
+            broker.all_settled().await;
+        };
+        let run = consumer.expect("a consumer").run_until(copies);
+        run.await.expect("no error");
+        let [dead] = &broker.dead_letters()[..] else {
+            panic!("one dead letter");
+        };
+        assert_eq!(dead.reason, Reason::Conflict);
+        assert_eq!(counts(&raw), (1_200, 1_200, 1_200));
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_record_expires_after_its_window_and_is_deleted() {
     let directory = Directory::new();
