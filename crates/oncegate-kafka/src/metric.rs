@@ -72,7 +72,7 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::gauge(
         PARTITIONS_WITHOUT_LOG_END,
         &[],
-        "Assigned partitions whose last stable offset no broker returns; while no broker answers, not all of them are requested",
+        "Assigned partitions whose last stable offset no broker returns; too low while no broker answers, because a check then stops early",
     ),
     Metric::counter(
         LOG_ENDS_UNKNOWN,

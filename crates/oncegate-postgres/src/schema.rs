@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS oncegate_outbox ( -- messages of committed transactio
     key         bytea,
     headers     text NOT NULL, -- JSON: [[name, value], ...]
     body        bytea NOT NULL,
-    error       text -- why the message cannot be published: the row is parked
+    error       text -- why the message cannot be published; the relay skips such rows, and later ones of their key
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 CREATE INDEX IF NOT EXISTS oncegate_outbox_unsent ON oncegate_outbox (exchange, destination, number) WHERE error IS NULL;
 CREATE INDEX IF NOT EXISTS oncegate_outbox_parked ON oncegate_outbox (exchange, destination, key) WHERE error IS NOT NULL"];
@@ -79,7 +79,7 @@ pub(crate) fn check(found: SchemaVersion) -> Result<(), StoreFailure> {
     let remedy = match found {
         SchemaVersion::Found(VERSION) => return Ok(()),
         SchemaVersion::Missing => {
-            "the table oncegate_markers does not exist in the search_path of this user: create it with \
+            "the tables of oncegate do not exist, or not all of them, in the search_path of this user: create them with \
              Postgres::create_tables or Postgres::migrate"
                 .to_owned()
         }

@@ -134,6 +134,14 @@ impl Sqlite {
         file::is_on_memory_file_system(path.as_ref())
     }
 
+    /// The bytes that this user may still write on the file system of this file or directory;
+    /// `None` if it does not tell. A full disk takes nothing: the consumer waits until there is
+    /// space, and its write-ahead log alone may need 16 MB.
+    pub fn free_space(path: impl AsRef<Path>) -> Option<u64> {
+        let system = rustix::fs::statvfs(path.as_ref()).ok()?;
+        Some(system.f_bavail.saturating_mul(system.f_frsize))
+    }
+
     fn with_config(config: FileConfig, timeout: Duration) -> Self {
         Self(Arc::new(SqliteHandle {
             config,

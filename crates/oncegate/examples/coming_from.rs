@@ -22,7 +22,7 @@ impl Handler for Charge {
         }
         charge(&payment.card, payment.cents, cx.id())
             .await
-            .in_doubt() // it may have happened: run again with the same key
+            .in_doubt() // it may have happened: runs again with this id
     }
 }
 

@@ -310,7 +310,7 @@ fn partitions(consumer: &BaseConsumer, brokers: &str, topic: &str) -> Result<Vec
             .unwrap_or_default()),
         Some(Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic))
         | None => Err(CliError::server(format!(
-            "Kafka: the topic `{topic}` does not exist; check the name, or create it: the consumer does not start without it"
+            "Kafka: the topic `{topic}` does not exist; check the name; without kafka.create-partitions, create it before the consumer starts"
         ))),
         Some(Some(code)) => Err(CliError::server(format!(
             "Kafka: cannot inspect the topic `{topic}`: {code}"

@@ -57,6 +57,10 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "store-file-missing",
         "there is no SQLite file yet: store.url may name a wrong path, or a volume is not mounted",
     ),
+    (
+        "store-disk-full",
+        "the disk of the SQLite file is full, or soon will be",
+    ),
     ("store-too-old", "Redis is older than 7.0"),
     ("store-is-replica", "the configured server is a replica"),
     (

@@ -99,12 +99,11 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             Some(Ok(TopicLookup::Missing { .. }))
                 if code != "topic-missing" && config.has("kafka.create-partitions") =>
             {
-                findings.add(
-                    Severity::Advice,
+                findings.warning(
                     code,
                     format!("Kafka topic {name}"),
-                    "not created yet; the consumer creates it at its first start (kafka.create-partitions)",
-                    "start the consumer; if one has run before, check that the names under [kafka] are those of the consumer",
+                    "it does not exist; a consumer creates it only when it starts (kafka.create-partitions), so one that runs cannot dead-letter",
+                    "start the consumer, or restart it; if it has created its topics, check that the names under [kafka] are those of the consumer",
                 );
             }
             Some(Ok(TopicLookup::Missing { brokers: count })) => {

@@ -4,13 +4,20 @@ use std::path::Path;
 
 use oncegate::{Persistence, Sqlite, Store};
 
-use super::DoctorFindings;
 use super::settings::volatile_store_severity;
+use super::{DoctorFindings, Severity};
 use crate::config::Config;
 use crate::marker_store;
 
+/// Less free space than this is reported: the write-ahead log may need 16 MB.
+const LITTLE_SPACE: u64 = 64 << 20;
+
+/// With less free space than this, the store records nothing or soon will not.
+const NO_SPACE: u64 = 1 << 20;
+
 pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFindings) {
     let at = format!("SQLite file {}", file.display());
+    check_space(file, &at, findings);
     let sqlite = marker_store::sqlite(config, file);
     // `doctor` changes nothing, and opening a missing file would create it.
     if !file.exists() {
@@ -63,6 +70,35 @@ pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFin
     }
 }
 
+fn check_space(file: &Path, at: &str, findings: &mut DoctorFindings) {
+    let directory = file.parent().filter(|it| !it.as_os_str().is_empty());
+    let Some(free) = Sqlite::free_space(directory.unwrap_or(Path::new("."))) else {
+        return;
+    };
+    if let Some(level) = space_severity(free) {
+        let what = format!(
+            "{} KiB are free on its disk; on a full disk the consumer records nothing and waits",
+            free >> 10
+        );
+        findings.add(
+            level,
+            "store-disk-full",
+            at,
+            what,
+            "free space on it, or move the file",
+        );
+    }
+}
+
+/// How severe it is that so many bytes are free; `None` if they are enough.
+fn space_severity(free: u64) -> Option<Severity> {
+    match free {
+        ..NO_SPACE => Some(Severity::Error),
+        ..LITTLE_SPACE => Some(Severity::Warning),
+        _ => None,
+    }
+}
+
 fn add_volatile(config: &Config, at: &str, why: String, findings: &mut DoctorFindings) {
     findings.add(
         volatile_store_severity(config),
@@ -71,4 +107,18 @@ fn add_volatile(config: &Config, at: &str, why: String, findings: &mut DoctorFin
         why,
         "set store.url to a file on a local disk",
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_is_an_error_and_an_almost_full_one_a_warning() {
+        let of = space_severity;
+        assert_eq!(of(0), Some(Severity::Error));
+        assert_eq!(of(10 << 20), Some(Severity::Warning));
+        assert_eq!(of(LITTLE_SPACE), None);
+        assert!(Sqlite::free_space(".").is_some());
+    }
 }

@@ -191,7 +191,7 @@ fn nothing_ran_since(evidence: &Evidence) -> bool {
     evidence
         .marker
         .as_ref()
-        .is_some_and(|marker| marker.attempts == Some(0))
+        .is_some_and(|marker| marker.state == MarkerState::Cleared && marker.attempts == Some(0))
 }
 
 /// Whether an action is older than the dedup window, so that a marker that was written after it may

@@ -1,6 +1,6 @@
 //! `marker forget` and `marker complete`. Without `--yes` a change is only shown. With `--yes` it is
-//! recorded in the audit and applied: `forget` only if the marker is unchanged since it was read,
-//! `complete` unless another claim holds the id or the id was rejected meanwhile.
+//! recorded in the audit and applied: `forget` only if the marker is unchanged since it was read
+//! (with `Bare`, always), `complete` unless a consumer handles the id or it was rejected meanwhile.
 
 use clap::Args;
 use oncegate::marker::{
@@ -86,9 +86,9 @@ impl<'a> ObservedMarker<'a> {
     ///
     /// # Errors
     /// The store failed. Or nothing was written because the marker changed since it was read: a
-    /// change that frees the id is refused if it is another marker, a resolution if it is no longer
-    /// in doubt by the same claim, and a completion if another claim holds the id or if it was
-    /// rejected.
+    /// change that frees the id is refused if it is another marker (never with `Bare`), a resolution
+    /// if it is no longer in doubt by the same claim, and a completion if a consumer handles the id
+    /// or if it was rejected.
     pub(crate) async fn apply(
         &self,
         request: OperationKind,
@@ -250,7 +250,7 @@ struct MarkerChange {
     last_attempt: u32,
     /// The state after the change.
     after: String,
-    /// How long that state lasts, if the dedup window determines it.
+    /// How long that state lasts, if it is shown.
     duration: Option<String>,
     consequence: &'static str,
 }

@@ -50,7 +50,7 @@ pub(crate) struct MarkerDescription {
     pub(crate) state: MarkerState,
     #[serde(rename = "description")]
     pub(crate) text: String,
-    /// The number of attempts that count towards `max_attempts`.
+    /// The number of attempts that count towards `max_attempts` and have a recorded outcome.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) attempts: Option<u32>,
     /// The number of attempts whose lease expired without an outcome.
@@ -95,11 +95,12 @@ impl MarkerDescription {
             } => it,
             _ => hold.and_then(|hold| hold.fingerprint),
         };
+        let running = u32::from(matches!(stored.marker, Marker::InProgress(_)));
         Self {
             key: key.to_owned(),
             state,
             text: describe(stored),
-            attempts: attempt_counts(&stored.marker).map(Attempts::spent),
+            attempts: attempt_counts(&stored.marker).map(|it| it.spent().saturating_sub(running)),
             crashes: attempt_counts(&stored.marker).map(|it| it.crashes),
             may_have_effect: match stored.marker {
                 Marker::Cleared { effect, .. } => effect == Effect::Unknown,

@@ -5,6 +5,8 @@ mod kafka;
 mod rabbitmq;
 mod redis;
 
+use std::process::Command;
+
 use serde_json::Value;
 
 use crate::cli::TestCli;
@@ -84,6 +86,29 @@ fn every_finding_has_a_test() {
         codes.len() > 40 && missing.is_empty(),
         "no test for {missing:?}"
     );
+}
+
+/// A file system of this size, which only the command sees.
+#[test]
+fn finds_a_full_disk() {
+    let cli = TestCli::at("redis://127.0.0.1:1");
+    cli.write("oncegate.toml", "[store]\nurl = \"sqlite:small/ids.db\"\n");
+    let small = cli.path("small");
+    std::fs::create_dir(&small).expect("a directory");
+    let mount_and_run = r#"mount -t tmpfs -o size="$0" tmpfs small && exec "$@""#;
+    for (size, level) in [("512k", "error"), ("8m", "warning")] {
+        let output = Command::new("unshare")
+            .args(["--mount", "sh", "-c", mount_and_run, size])
+            .arg(env!("CARGO_BIN_EXE_oncegate"))
+            .args(["doctor", "--json"])
+            .current_dir(cli.path("."))
+            .output()
+            .expect("unshare, as root");
+        let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let full = |it: &&Value| it["code"] == "store-disk-full";
+        let found = found["findings"].as_array().expect("findings");
+        assert_eq!(found.iter().find(full).expect("a finding")["level"], level);
+    }
 }
 
 /// A consumer with this configuration does not start.

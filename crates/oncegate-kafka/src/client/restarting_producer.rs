@@ -22,7 +22,7 @@ type OncegateProducer = FutureProducer<LogContext>;
 
 /// Whether this code says that the message was not accepted: the broker rejected its batch, because
 /// of this message or of another one, or the topic is missing or not permitted. With any other code,
-/// the outcome is unknown.
+/// the message was not sent or its outcome is unknown.
 pub(crate) fn is_rejection(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     !matches!(
@@ -31,7 +31,7 @@ pub(crate) fn is_rejection(code: RDKafkaErrorCode) -> bool {
     )
 }
 
-/// Two producers with the same configuration.
+/// Two producers that differ only in the size of their requests.
 pub(crate) struct ProducerPair {
     /// Sends several messages per request.
     pub(crate) batches: RestartingProducer,

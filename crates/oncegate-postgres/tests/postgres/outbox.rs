@@ -348,7 +348,7 @@ async fn one_session_leads_until_its_connection_ends() {
         result.expect_err("it no longer leads");
     }
     next.close().await;
-    session(&pool).await;
+    wait_for_lock(&standby).await;
 }
 
 /// Ends the session that has the lock of this schema's outbox.

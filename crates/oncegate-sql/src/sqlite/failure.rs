@@ -42,8 +42,8 @@ pub(crate) fn of(error: rusqlite::Error, stage: FailureStage, config: &FileConfi
         }
         Some(DatabaseCorrupt) => {
             let text = format!(
-                "{setting}: {file} is corrupt: stop all processes that use it, and recover it with `sqlite3 {file} .recover` or from a \
-                 backup, which lacks all later markers"
+                "{setting}: {file} is corrupt: stop all processes that use it, and replace it by a backup, which lacks all later markers; without \
+                 one, name a new file, which has no id, or recover the old one with a sqlite3 that has .recover: `sqlite3 {file} .recover | sqlite3 NEW`"
             );
             return StoreFailure::Misconfigured(Problem::of(text, error));
         }

@@ -43,10 +43,14 @@ async fn finds_missing_topics() {
         "oncegate.toml",
         &format!("{settings}create-partitions = 1\ncreate-replicas = 1\n"),
     );
-    assert_broker_findings(&cli, &[]);
+    let not_created = [
+        ("dead-letter-topic-missing", "warning"),
+        ("in-doubt-topic-missing", "warning"),
+    ];
+    assert_broker_findings(&cli, &not_created);
     cli.run(&["doctor"])
         .exits_with(1)
-        .prints("not created yet; the consumer creates it at its first start");
+        .prints("one that runs cannot dead-letter");
     cli.write(
         "oncegate.toml",
         "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\n",
