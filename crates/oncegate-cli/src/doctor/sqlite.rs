@@ -94,7 +94,7 @@ fn check_space(file: &Path, at: &str, findings: &mut DoctorFindings) {
 fn space_severity(free: u64) -> Option<Severity> {
     match free {
         ..NO_SPACE => Some(Severity::Error),
-        ..LITTLE_SPACE => Some(Severity::Warning),
+        NO_SPACE..LITTLE_SPACE => Some(Severity::Warning),
         _ => None,
     }
 }
