@@ -5,13 +5,12 @@ use std::path::{Path, PathBuf};
 
 /// The samples that run until a signal. `stop` is tried as it is, by the tests of its package. The test
 /// `readme` of the facade checks that none is left out.
-const SAMPLES: [&str; 7] = [
+const SAMPLES: [&str; 6] = [
     "oncegate/examples/coming_from.rs",
     "oncegate/examples/kafka.rs",
     "oncegate/examples/rabbitmq.rs",
     "oncegate/examples/trial.rs",
     "oncegate-admin/examples/admin.rs",
-    "oncegate-postgres/examples/ledger.rs",
     "oncegate-postgres/examples/outbox.rs",
 ];
 

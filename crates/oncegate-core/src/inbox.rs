@@ -2,6 +2,7 @@
 //! handler.
 
 mod batch;
+mod function;
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, resume_unwind};
@@ -11,6 +12,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 pub use batch::{BatchItem, BatchTransaction, BatchTransactionalHandler, InBatches};
+pub use function::{TransactionFn, TransactionalFn, transactional_fn};
 use futures_util::FutureExt as _;
 use serde::de::DeserializeOwned;
 
@@ -34,10 +36,12 @@ use crate::store::{BoxError, Persistence, Store, StoreError};
 ///
 /// [`Failure::InDoubt`] is for effects outside of the database. The transaction is rolled back and
 /// the message handled again, as after [`Failure::Retry`].
+///
+/// A handler without state can be a function: [`transactional_fn`].
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler for transactions of `{I}`",
     label = "this is not a `TransactionalHandler<{I}>`",
-    note = "implement it: `impl TransactionalHandler<{I}> for … {{ type Payload = …; async fn handle(&self, payload: Self::Payload, transaction: &mut …, cx: &Context) -> Result<(), Failure> {{ … }} }}`"
+    note = "pass a function in `transactional_fn(…)`, or implement it: `impl TransactionalHandler<{I}> for … {{ type Payload = …; async fn handle(&self, payload: Self::Payload, transaction: &mut …, cx: &Context) -> Result<(), Failure> {{ … }} }}`"
 )]
 pub trait TransactionalHandler<I: Inbox>: Send + Sync + 'static {
     /// The type into which the body is decoded.

@@ -65,7 +65,9 @@ pub use error::Error;
 pub use gate::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
 pub use handler::{Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconciled};
 pub use id::{IdSource, IntoIdSource, Key, MessageId, Scope};
-pub use inbox::{BatchItem, BatchTransactionalHandler, Inbox, TransactionalHandler};
+pub use inbox::{
+    BatchItem, BatchTransactionalHandler, Inbox, TransactionalHandler, transactional_fn,
+};
 pub use lifecycle::Outage;
 pub use marker::{Fingerprint, Guarantee};
 pub use memory::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};

@@ -1,9 +1,6 @@
 //! A transactional inbox and outbox: books transfers, and publishes each booking exactly once.
 
-use oncegate::{
-    Consumer, Context, Failure, FailureExt, IdSource, Outgoing, RabbitMq, Relay,
-    TransactionalHandler, shutdown_signal,
-};
+use oncegate::prelude::*;
 use oncegate_postgres::{PostgresInbox, PostgresOutbox, PostgresTransaction};
 
 #[derive(serde::Deserialize, serde::Serialize)]
@@ -11,26 +8,21 @@ struct Transfer {
     account: String,
     cents: i64,
 }
-struct Book;
 
-impl TransactionalHandler<PostgresInbox> for Book {
-    type Payload = Transfer;
-    async fn handle(
-        &self,
-        transfer: Transfer,
-        transaction: &mut PostgresTransaction,
-        _: &Context,
-    ) -> Result<(), Failure> {
-        sqlx::query("UPDATE accounts SET cents = cents + $2 WHERE account = $1")
-            .bind(&transfer.account)
-            .bind(transfer.cents)
-            .execute(transaction.connection())
-            .await
-            .retry()?;
-        let booked = Outgoing::to("ledger.booked").key(&transfer.account);
-        transaction.send(booked.json(&transfer))?;
-        Ok(())
-    }
+async fn book(
+    transfer: Transfer,
+    transaction: &mut PostgresTransaction,
+    _: &Context,
+) -> Result<(), Failure> {
+    sqlx::query("UPDATE accounts SET cents = cents + $2 WHERE account = $1")
+        .bind(&transfer.account)
+        .bind(transfer.cents)
+        .execute(transaction.connection())
+        .await
+        .retry()?;
+    let booked = Outgoing::to("ledger.booked").key(&transfer.account);
+    transaction.send(booked.json(&transfer))?;
+    Ok(())
 }
 
 #[tokio::main]
@@ -42,7 +34,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let consumer = Consumer::builder()
         .source(transfers)
         .inbox(PostgresInbox::new(pool).create_tables())
-        .transactional_handler(Book)
+        .transactional_handler(transactional_fn(book))
         .scope("ledger")
         .id(IdSource::message_id());
     let relay = relay.run_until(shutdown_signal());

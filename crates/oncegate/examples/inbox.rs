@@ -1,39 +1,32 @@
 //! Books a transfer that is sent twice: its row in an SQLite database is committed once, together with
 //! the record of its message.
 
-use oncegate::{
-    Consumer, Context, Failure, FailureExt, IdSource, MemoryBroker, Message, SqliteInbox,
-    SqliteTransaction, TransactionalHandler,
-};
+use oncegate::prelude::*;
+use oncegate::{MemoryBroker, SqliteInbox, SqliteTransaction};
 
 #[derive(serde::Deserialize)]
 struct BankTransfer {
     account: String,
     cents: i64,
 }
-struct BooksTransfers;
 
-impl TransactionalHandler<SqliteInbox> for BooksTransfers {
-    type Payload = BankTransfer;
-    async fn handle(
-        &self,
-        transfer: BankTransfer,
-        transaction: &mut SqliteTransaction,
-        _: &Context,
-    ) -> Result<(), Failure> {
-        let BankTransfer { account, cents } = transfer;
-        let table = "CREATE TABLE IF NOT EXISTS bookings (account TEXT, cents INTEGER)";
-        transaction
-            .call(|sqlite| sqlite.execute_batch(table))
-            .await
-            .retry()?;
-        let book = "INSERT INTO bookings (account, cents) VALUES (?1, ?2)";
-        transaction
-            .call(move |sqlite| sqlite.execute(book, (account, cents)))
-            .await
-            .retry()?;
-        Ok(())
-    }
+async fn book(
+    transfer: BankTransfer,
+    transaction: &mut SqliteTransaction,
+    _: &Context,
+) -> Result<(), Failure> {
+    let BankTransfer { account, cents } = transfer;
+    let table = "CREATE TABLE IF NOT EXISTS bookings (account TEXT, cents INTEGER)";
+    transaction
+        .call(|sqlite| sqlite.execute_batch(table))
+        .await
+        .retry()?;
+    let book = "INSERT INTO bookings (account, cents) VALUES (?1, ?2)";
+    transaction
+        .call(move |sqlite| sqlite.execute(book, (account, cents)))
+        .await
+        .retry()?;
+    Ok(())
 }
 
 #[tokio::main]
@@ -46,7 +39,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Consumer::builder()
         .source(broker.source())
         .inbox(SqliteInbox::file("ledger.db"))
-        .transactional_handler(BooksTransfers)
+        .transactional_handler(transactional_fn(book))
         .id(IdSource::message_id())
         .run_until(broker.all_settled())
         .await?;

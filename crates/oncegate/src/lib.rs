@@ -17,7 +17,7 @@ pub use oncegate_core::{
 // Handlers.
 pub use oncegate_core::{
     BatchItem, BatchTransactionalHandler, Context, Decode, Failure, FailureExt, Handler, Inbox,
-    Json, Raw, RawBytes, Reconciled, TransactionalHandler, async_trait,
+    Json, Raw, RawBytes, Reconciled, TransactionalHandler, async_trait, transactional_fn,
 };
 // Messages that transactions send. The module `outbox` has the types that only implementations
 // need.

@@ -2,7 +2,8 @@
 
 pub use oncegate_core::{
     Consumer, Context, Error, Failure, FailureExt, Guarantee, Handler, IdSource, Message, Order,
-    Reconciled, async_trait, shutdown_signal,
+    Outgoing, Reconciled, Relay, TransactionalHandler, async_trait, shutdown_signal,
+    transactional_fn,
 };
 
 #[cfg(feature = "rabbitmq")]

@@ -21,6 +21,7 @@ use consumer::TestedStore;
 use group::Combination;
 use oncegate::internal::Lock;
 use servers::MatrixServers;
+pub(crate) use service_cell::run as run_service_cell;
 use step::{CrashStep, STEPS};
 use table::{Cell, Matrix};
 
@@ -135,7 +136,9 @@ pub fn run(
                     let folder = folder_of(folder, step, combination);
                     let since = Instant::now();
                     let (cell, result) = if combination.markers.is_inbox() {
-                        let result = service_cell::run(&servers, step, combination, &folder);
+                        let runs = combination.runs();
+                        let result =
+                            service_cell::run(&servers, step, combination, &[], runs, &folder);
                         (Cell::of_rows(step, combination, &result), None)
                     } else {
                         let result = cell::run(&servers, step, combination, &[], &folder);

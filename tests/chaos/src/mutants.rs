@@ -33,7 +33,7 @@ struct Mutant {
     must_violate: Invariant,
 }
 
-const SCENARIOS: [(&str, &str, RunScenario); 11] = [
+const SCENARIOS: [(&str, &str, RunScenario); 14] = [
     (
         "crash-beside-copies",
         "three crashes before the handler, while copies arrive",
@@ -89,6 +89,21 @@ const SCENARIOS: [(&str, &str, RunScenario); 11] = [
         "connections close while handlers run, then a kill",
         scenarios::another_channel,
     ),
+    (
+        "crash-after-commit",
+        "three crashes of a service with an inbox after its commit",
+        scenarios::crash_after_commit,
+    ),
+    (
+        "crash-before-commit",
+        "three crashes of a service with an inbox before the commit of a batch",
+        scenarios::crash_before_commit,
+    ),
+    (
+        "crash-before-publishing",
+        "three crashes of a relay before it publishes",
+        scenarios::crash_before_publishing,
+    ),
 ];
 
 const fn mutant(
@@ -105,7 +120,7 @@ const fn mutant(
     }
 }
 
-const MUTANTS: [Mutant; 12] = [
+const MUTANTS: [Mutant; 15] = [
     mutant(
         "accept-a-busy",
         "accepts a delivery whose claim is busy",
@@ -176,6 +191,24 @@ const MUTANTS: [Mutant; 12] = [
         "settle-on-another-channel",
         "acknowledges on the new channel with a delivery tag of the lost one",
         "another-channel",
+        Invariant::I1,
+    ),
+    mutant(
+        "commit-without-the-record",
+        "commits the rows of the handler without the record of the message",
+        "crash-after-commit",
+        Invariant::I2,
+    ),
+    mutant(
+        "accept-before-the-commit",
+        "accepts the messages of an inbox before their transaction is committed",
+        "crash-before-commit",
+        Invariant::I1,
+    ),
+    mutant(
+        "remove-before-the-confirm",
+        "removes a message from the outbox before the broker has confirmed it",
+        "crash-before-publishing",
         Invariant::I1,
     ),
 ];
@@ -474,7 +507,7 @@ mod tests {
     #[test]
     fn each_mutant_has_a_unique_name_and_a_scene() {
         let names: std::collections::HashSet<&str> = MUTANTS.iter().map(|it| it.name).collect();
-        assert_eq!(names.len(), 12);
+        assert_eq!(names.len(), MUTANTS.len());
         for mutant in &MUTANTS {
             assert!(
                 SCENARIOS

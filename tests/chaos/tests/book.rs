@@ -411,7 +411,7 @@ fn the_page_has_the_results_of_the_mutants() {
         .lines()
         .filter(|line| line.starts_with("| `"))
         .collect();
-    assert_eq!(rows.len(), 12);
+    assert_eq!(rows.len(), 15);
     for row in rows {
         assert!(
             page.contains(row),

@@ -14,28 +14,13 @@ use crate::world::World;
 /// Messages that one run cannot handle before the signal.
 const MESSAGES: usize = 3_000;
 
-#[tokio::test(flavor = "multi_thread")]
-async fn ledger() {
-    let world = books_each_message_once("ledger").await;
-    world.broker.remove(&format!("{}.booked", world.name)).await;
-    world.broker.remove(&world.name).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn outbox() {
-    let world = books_each_message_once("outbox").await;
-    let booked = format!("{}.booked", world.name);
-    let left = world.broker.left(&booked).await;
-    assert_eq!(left, MESSAGES as u64, "each booking is published once");
-    world.broker.remove(&booked).await;
-    world.broker.remove(&world.name).await;
-}
-
 /// The account has the name of the world; each message adds a cent. The second run ends once the
 /// outbox has no message of this world.
-async fn books_each_message_once(sample_name: &str) -> World {
+#[tokio::test(flavor = "multi_thread")]
+async fn outbox() {
     let world = World::new(Broker::RabbitMq).await;
-    world.broker.create(&format!("{}.booked", world.name)).await;
+    let booked = format!("{}.booked", world.name);
+    world.broker.create(&booked).await;
     let database = oncegate_testkit::postgres_url().unwrap_or_else(|missing| panic!("{missing}"));
     let pool = sqlx::PgPool::connect(&database).await.expect("PostgreSQL");
     sqlx::query("CREATE TABLE IF NOT EXISTS accounts (account TEXT PRIMARY KEY, cents BIGINT)")
@@ -59,14 +44,14 @@ async fn books_each_message_once(sample_name: &str) -> World {
     };
     let unsent = async || -> i64 {
         sqlx::query_scalar("SELECT count(*) FROM oncegate_outbox WHERE destination = $1")
-            .bind(format!("{}.booked", world.name))
+            .bind(&booked)
             .fetch_one(&pool)
             .await
             .expect("a count")
     };
     let all = i64::try_from(MESSAGES).expect("a small number");
     for at_least in [all / 10, all] {
-        let mut program = sample(sample_name, Broker::RabbitMq, &world.name)
+        let mut program = sample("outbox", Broker::RabbitMq, &world.name)
             .env("ONCEGATE_POSTGRES", &database)
             .spawn()
             .expect("the program of the samples");
@@ -80,15 +65,17 @@ async fn books_each_message_once(sample_name: &str) -> World {
         if at_least < all {
             assert!(balance().await < all, "it handled all before the signal");
         }
-        let name = sample_name.to_owned();
-        tokio::task::spawn_blocking(move || terminate(&name, &mut program))
+        tokio::task::spawn_blocking(move || terminate("outbox", &mut program))
             .await
             .expect("it ends");
     }
     assert_eq!(balance().await, all, "each message is handled once");
     assert_eq!(world.dead_letters().await, []);
     assert_eq!(world.in_doubt().await, []);
-    world
+    let left = world.broker.left(&booked).await;
+    assert_eq!(left, MESSAGES as u64, "each booking is published once");
+    world.broker.remove(&booked).await;
+    world.broker.remove(&world.name).await;
 }
 
 /// Whether the sample skips ids that an earlier run handled.

@@ -41,9 +41,7 @@ const SHARED: &[(&str, &[&str])] = &[
     ),
     (
         "each example is a program of its own",
-        &[
-            "Book", "Charge", "Payment", "Print", "Shelf", "Stock", "Transfer",
-        ],
+        &["Charge", "Payment", "Print", "Shelf", "Stock"],
     ),
     (
         "what a run has counted: in the test kit, the chaos runs and the demo",

@@ -12,7 +12,7 @@ use crate::matrix::consumer::TestedStore;
 use crate::matrix::group::{Combination, ConsumerGroup};
 use crate::matrix::servers::MatrixServers;
 use crate::matrix::step::CrashStep;
-use crate::matrix::{message, run_cell};
+use crate::matrix::{message, run_cell, run_service_cell};
 use crate::worker::Broker;
 use crate::{Error, check::CheckRules};
 
@@ -102,6 +102,82 @@ pub(super) fn crash_before_completion(
         TestedGuarantee::EffectivelyOnce,
     );
     cell(servers, "complete.before", combination, environment, folder)
+}
+
+/// A cell of the matrix with an inbox: crashes after the commit, before the settlement.
+pub(super) fn crash_after_commit(
+    servers: &MatrixServers,
+    environment: Environment<'_>,
+    folder: &Path,
+) -> Result<ViolationCounts, Error> {
+    inbox_cell(
+        servers,
+        "inbox.commit.after",
+        Broker::Kafka,
+        TestedStore::PostgresInbox,
+        environment,
+        folder,
+    )
+}
+
+/// A cell of the matrix with an inbox: crashes before the commit of a batch.
+pub(super) fn crash_before_commit(
+    servers: &MatrixServers,
+    environment: Environment<'_>,
+    folder: &Path,
+) -> Result<ViolationCounts, Error> {
+    inbox_cell(
+        servers,
+        "postgres.commit.before",
+        Broker::Rabbitmq,
+        TestedStore::PostgresBatches,
+        environment,
+        folder,
+    )
+}
+
+/// A cell of the matrix with an inbox: crashes before a message of the outbox is published.
+pub(super) fn crash_before_publishing(
+    servers: &MatrixServers,
+    environment: Environment<'_>,
+    folder: &Path,
+) -> Result<ViolationCounts, Error> {
+    inbox_cell(
+        servers,
+        "relay.publish.before",
+        Broker::Rabbitmq,
+        TestedStore::PostgresInbox,
+        environment,
+        folder,
+    )
+}
+
+/// Lost rows violate [`Invariant::I1`], and doubled ones [`Invariant::I2`]: with an inbox no second
+/// row has an excuse.
+fn inbox_cell(
+    servers: &MatrixServers,
+    step: &str,
+    broker: Broker,
+    markers: TestedStore,
+    environment: Environment<'_>,
+    folder: &Path,
+) -> Result<ViolationCounts, Error> {
+    let step = CrashStep::named(step).ok_or("no such step")?;
+    let combination = combination(broker, markers, TestedGuarantee::EffectivelyOnce);
+    let runs = step.passes.len() as u64;
+    let result = run_service_cell(servers, step, combination, environment, runs, folder)?;
+    let rows_are_right = result.lost == 0 && result.doubled == 0;
+    if result.aborted < runs || rows_are_right && !result.wrong.is_empty() {
+        return Err(result.wrong.join("; ").into());
+    }
+    let violated = [
+        (Invariant::I1, result.lost),
+        (Invariant::I2, result.doubled),
+    ];
+    let violated = violated.into_iter().filter(|(_, rows)| *rows > 0);
+    Ok(violated
+        .map(|(invariant, rows)| (invariant, rows as usize))
+        .collect())
 }
 
 /// Many messages complete behind a long one; then the process is killed.
