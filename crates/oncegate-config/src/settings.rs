@@ -158,7 +158,7 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "store.volatile",
         &["refused", "accepted"],
-        "whether at most once accepts a volatile store; refused by default",
+        "whether at most once accepts a store that may lose data, and does not pause after a loss: accepted, or refused (the default)",
     ),
     text("store.ca-certificate", "the CA certificate for TLS (PEM)"),
     text(
@@ -209,7 +209,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     number(
         "gate.max-inline-retries",
-        "inline retries of a handler within one attempt; 3 by default",
+        "retries of a handler within one attempt, without redelivery; 3 by default",
     ),
     time(
         "gate.backoff",
@@ -303,7 +303,7 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "kafka.out-of-range",
         &["earliest", "error"],
-        "what to do if the committed offset is out of range: earliest (the default) or error",
+        "what to do if the committed offset is out of range: earliest (the default) or error (always, if kafka.start is error)",
     ),
     number(
         "kafka.create-partitions",
@@ -396,7 +396,7 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "rabbitmq.delivery-counts",
         &["refused", "accepted"],
-        "whether the command line reads queues whose delivery limit its reads may reach: accepted (as --accept-delivery-counts), or refused (the default; messages with five deliveries in queues of oncegate are replaced by copies)",
+        "whether the command line reads queues whose delivery limit its reads may reach: accepted (as --accept-delivery-counts), or refused (the default; in queues that oncegate declares, a copy without a count replaces a message after five deliveries)",
     ),
     text(
         "rabbitmq.ca-certificate",

@@ -92,7 +92,7 @@ pub enum StoreError {
     /// The operation was not applied: retry later.
     #[error("{0} (the store did not apply the operation; a retry is safe)")]
     NotApplied(#[source] BoxError),
-    /// The operation may have been applied: retry with the same token.
+    /// The operation may have been applied: retry the same operation.
     #[error("{0} (the store may have applied the operation; a retry is safe)")]
     Unknown(#[source] BoxError),
     /// The record under this key is not a marker that this release can read. Only this id is

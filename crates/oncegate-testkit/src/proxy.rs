@@ -27,7 +27,6 @@ pub enum RequestFault {
     Delay(Duration),
 }
 
-/// Whether bytes are forwarded.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Forwarding {
     On,

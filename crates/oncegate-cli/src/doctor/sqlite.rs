@@ -19,7 +19,7 @@ pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFin
     let at = format!("SQLite file {}", file.display());
     check_space(file, &at, findings);
     let sqlite = marker_store::sqlite(config, file);
-    // `doctor` changes nothing, and opening a missing file would create it.
+    // Opening a missing file would create it, and `doctor` changes nothing.
     if !file.exists() {
         let directory = file
             .parent()

@@ -84,7 +84,7 @@ impl MemoryBroker {
         }))
     }
 
-    /// Appends a message. Its origin is this queue; the origin's system is kept.
+    /// Appends a message. Its origin is this queue; `origin.system`, for traces, is kept.
     pub fn publish(&self, mut message: Message) {
         message.origin = Origin {
             system: message.origin.system,

@@ -16,7 +16,6 @@ use super::{cluster_id, commit_metadata};
 use crate::partition::{CommittedOffset, StartPosition, TopicIdentity};
 use crate::settings::StartAt;
 
-/// A partition and its start position.
 pub(crate) type PartitionStart = (String, i32, StartPosition);
 
 /// Returns the start position of each of these partitions: `Unknown` if its committed offset is not
@@ -33,8 +32,8 @@ pub(crate) fn start_positions<C: ConsumerContext>(
         committed(consumer, partitions.clone(), budget)
     });
     // Another member may have committed a newer topic id than this client has received. So the
-    // topics whose committed id differs from the received one are requested again, and so is a topic
-    // whose id has changed, so that the cluster id is not older than the new topic id.
+    // topics whose committed id differs from the received one are requested again. So is a topic whose
+    // id has changed: the cluster id, which comes with the reply, is then not older than that id.
     forward_log();
     let to_verify = committed
         .iter()
