@@ -12,7 +12,7 @@ use oncegate_core::outbox::{Outgoing, OutgoingError};
 use oncegate_core::store::BoxError;
 use oncegate_core::{Guarantee, Inbox, Persistence, Store, StoreError};
 use sqlx::postgres::PgConnection;
-use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, Row, Transaction, query, raw_sql};
+use sqlx::{Connection, Executor, PgPool, Row, Transaction, query};
 
 use crate::apply::{time_to_live_ms, unreadable};
 use crate::dropped_begin;
@@ -51,22 +51,11 @@ RETURNING pg_current_xact_id()::text, m.tableoid::int8, set_config('lock_timeout
 /// Returns the id of the current transaction, or an error if a statement of it has failed.
 const CURRENT: &str = "SELECT pg_current_xact_id_if_assigned()::text";
 
-/// Commits the transaction with this id in one round trip. Fails with [`ENDED_BY_HANDLER`] in any
-/// other transaction, and with [`is_aborted`] if a statement of it has failed; a `COMMIT` would
-/// then roll back and report success. Sets `synchronous_commit` to `on` if it is `off`, so that the
-/// commit survives a crash of the server. sqlx ends the empty transaction that follows.
-fn commit_statement(id: &str) -> String {
-    format!(
-        "SELECT CASE WHEN pg_current_xact_id_if_assigned()::text = '{id}' \
-             THEN set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), true) \
-             ELSE current_setting('{ENDED_BY_HANDLER}') END; \
-         COMMIT AND CHAIN"
-    )
-}
-
-/// A setting that does not exist: PostgreSQL names it in the error with which [`commit_statement`]
-/// fails in another transaction.
-const ENDED_BY_HANDLER: &str = "oncegate.transaction_ended_by_handler";
+/// [`CURRENT`] before a commit. Sets `synchronous_commit` to `on` if it is `off`, so that the commit
+/// survives a crash of the server.
+const BEFORE_COMMIT: &str = "
+SELECT pg_current_xact_id_if_assigned()::text,
+    set_config('synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), true)";
 
 /// Whether a transaction committed the record of a key, and the status of the transaction.
 const OUTCOME: &str = "
@@ -385,24 +374,32 @@ impl Inbox for PostgresInbox {
             self.roll_back_and_check(transaction).await?;
             return Err(CommitError::RolledBack(error.into()));
         }
-        fault::point("postgres.commit.before");
-        let Err(error) = transaction.send_commit().await else {
-            return Ok(());
-        };
-        if is_aborted(&error) {
-            self.roll_back_and_check(transaction).await?;
-            return Err(CommitError::RolledBack(
-                "a statement of the handler failed, and the handler returned Ok: return its error, or use a savepoint".into(),
-            ));
+        match transaction.state(BEFORE_COMMIT).await {
+            TransactionState::Current => {}
+            TransactionState::Other => return Err(transaction.ended_by_handler().await),
+            // A COMMIT would return no error: PostgreSQL rolls back a transaction in which a
+            // statement failed, and reports success.
+            TransactionState::Failed => {
+                self.roll_back_and_check(transaction).await?;
+                return Err(CommitError::RolledBack(
+                    "a statement of the handler failed, and the handler returned Ok: return its error, or use a savepoint".into(),
+                ));
+            }
+            TransactionState::Lost(error) => return Err(CommitError::RolledBack(error.into())),
         }
-        if is_ended_by_handler(&error) {
+        if savepoint_depth::end_savepoints(&mut transaction.inner).await {
             return Err(transaction.ended_by_handler().await);
         }
+        let PostgresTransaction { inner, id, key, .. } = transaction;
+        fault::point("postgres.commit.before");
+        let Err(error) = inner.commit().await else {
+            return Ok(());
+        };
         if failure::was_rolled_back(&error) {
             return Err(CommitError::RolledBack(error.into()));
         }
         // The connection is lost, before or after the server executed the COMMIT.
-        match self.outcome(&transaction.key, &transaction.id).await {
+        match self.outcome(&key, &id).await {
             TransactionOutcome::Committed => Ok(()),
             TransactionOutcome::RolledBack => Err(CommitError::RolledBack(error.into())),
             TransactionOutcome::Unknown => Err(CommitError::Unknown(error.into())),
@@ -417,9 +414,9 @@ impl Inbox for PostgresInbox {
                 _ => Ok(()),
             };
         }
-        match transaction.state().await {
+        match transaction.state(CURRENT).await {
             TransactionState::Other => Err(transaction.ended_by_handler().await),
-            TransactionState::Lost => Ok(()), // the server rolls back
+            TransactionState::Lost(_) => Ok(()), // the server rolls back
             TransactionState::Current | TransactionState::Failed => {
                 self.roll_back_and_check(transaction).await
             }
@@ -436,29 +433,20 @@ enum TransactionState {
     /// Another transaction than that of the message, or none.
     Other,
     /// The connection is lost, so the server rolls back.
-    Lost,
+    Lost(sqlx::Error),
 }
 
 impl PostgresTransaction {
-    /// Commits, with [`commit_statement`]. A savepoint that is still open counts as an ended
-    /// transaction: the id is compared with none.
-    async fn send_commit(&mut self) -> Result<(), sqlx::Error> {
-        let has_savepoints = savepoint_depth::has_savepoints(&self.inner);
-        let id = if has_savepoints { "" } else { &self.id };
-        let statement = raw_sql(AssertSqlSafe(commit_statement(id)));
-        statement.execute(&mut *self.inner).await.map(drop)
-    }
-
-    /// Asks the server which transaction the connection is in.
-    async fn state(&mut self) -> TransactionState {
-        let current = query(CURRENT).fetch_one(&mut *self.inner).await;
+    /// Asks the server which transaction the connection is in, by [`CURRENT`] or [`BEFORE_COMMIT`].
+    async fn state(&mut self, statement: &'static str) -> TransactionState {
+        let current = query(statement).fetch_one(&mut *self.inner).await;
         match current.and_then(|row| row.try_get::<Option<String>, _>(0)) {
             Ok(current) if current.as_ref() == Some(&self.id) => TransactionState::Current,
             // Also if an earlier statement and then a `begin` of the handler failed: sqlx has
             // rolled back the whole transaction.
             Ok(_) => TransactionState::Other,
             Err(error) if is_aborted(&error) => TransactionState::Failed,
-            Err(_) => TransactionState::Lost,
+            Err(error) => TransactionState::Lost(error),
         }
     }
 
@@ -638,12 +626,6 @@ fn verdict(claim: &Operation, row: Option<&SelectedRow>) -> Result<Verdict, Stor
 fn is_aborted(error: &sqlx::Error) -> bool {
     let error = error.as_database_error().and_then(|error| error.code());
     error.as_deref() == Some("25P02")
-}
-
-/// Whether [`commit_statement`] found another transaction, or none.
-fn is_ended_by_handler(error: &sqlx::Error) -> bool {
-    let error = error.as_database_error();
-    error.is_some_and(|error| error.message().contains(ENDED_BY_HANDLER))
 }
 
 impl fmt::Debug for PostgresInbox {

@@ -7,16 +7,14 @@
 use sqlx::postgres::{PgConnection, PgTransactionManager};
 use sqlx_core::transaction::TransactionManager;
 
-/// Whether a savepoint is open.
-pub(crate) fn has_savepoints(connection: &PgConnection) -> bool {
-    PgTransactionManager::get_transaction_depth(connection) > 1
-}
-
-/// Rolls back the savepoints that are open.
-pub(crate) async fn end_savepoints(connection: &mut PgConnection) {
-    while has_savepoints(connection) {
+/// Rolls back the savepoints that are open. Returns whether there were any.
+pub(crate) async fn end_savepoints(connection: &mut PgConnection) -> bool {
+    let mut any = false;
+    while PgTransactionManager::get_transaction_depth(connection) > 1 {
+        any = true;
         if PgTransactionManager::rollback(connection).await.is_err() {
             break; // the connection is lost, and is not used again
         }
     }
+    any
 }
