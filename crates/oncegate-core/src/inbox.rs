@@ -3,17 +3,19 @@
 
 mod batch;
 mod function;
+mod lookups;
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
 pub use batch::{BatchItem, BatchTransaction, BatchTransactionalHandler, InBatches};
 pub use function::{TransactionFn, TransactionalFn, transactional_fn};
 use futures_util::FutureExt as _;
+use lookups::Lookups;
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
@@ -192,90 +194,28 @@ impl InboxUnavailable {
     }
 }
 
-/// Why a run did not start: its transaction found a record, with which the next claim is answered.
+/// Why a run did not start: its transaction found a record, whose verdict the next claim gets.
 #[derive(Debug, thiserror::Error)]
 #[error("the inbox has a record of the id")]
 pub(crate) struct RecordFound;
+
+impl RecordFound {
+    fn is_cause_of(result: &Result<(), Failure>) -> bool {
+        matches!(result, Err(Failure::Retry(cause)) if cause.is::<Self>())
+    }
+}
 
 /// Whether a run failed with [`InboxUnavailable`].
 fn is_unavailable(result: &Result<(), Failure>) -> bool {
     matches!(result, Err(Failure::Retry(cause)) if cause.is::<InboxUnavailable>())
 }
 
-/// An inbox, and whether its records are looked up before transactions begin.
-///
-/// A transaction finds a record by itself, so the lookup of a claim only makes duplicates cheaper:
-/// it takes no connection of the pool. It is left out while no duplicates come.
-#[derive(Debug)]
-struct InboxWithLookups<I> {
-    inbox: I,
-    /// How many claims in a row had no record.
-    claims_without_record: AtomicUsize,
-    /// Whether the last lookup of records failed.
-    is_down: AtomicBool,
-}
-
-/// After this many claims in a row without a record, claims are not looked up. More than are
-/// usually in flight, because a claim that is repeated for its record must be looked up.
-const LOOKUPS_WITHOUT_RECORD: usize = 1_000;
-
-impl<I: Inbox> InboxWithLookups<I> {
-    /// Whether claims are looked up.
-    fn looks_up(&self) -> bool {
-        self.claims_without_record.load(Ordering::Relaxed) < LOOKUPS_WITHOUT_RECORD
-    }
-
-    /// Looks the next claims up: a transaction found a record, or did not begin, which may be an
-    /// outage.
-    fn look_up_again(&self) {
-        self.claims_without_record.store(0, Ordering::Relaxed);
-    }
-
-    /// [`Inbox::look_up`].
-    async fn look_up(
-        &self,
-        claims: &[Operation],
-    ) -> Result<Vec<Result<Verdict, StoreError>>, StoreError> {
-        let records = self.inbox.look_up(claims).await;
-        self.is_down.store(records.is_err(), Ordering::Relaxed);
-        let has_no_record = |it: &Result<Verdict, _>| matches!(it, Ok(Verdict::Granted(_)));
-        match &records {
-            Ok(verdicts) if verdicts.iter().all(has_no_record) => {
-                self.claims_without_record
-                    .fetch_add(verdicts.len(), Ordering::Relaxed);
-            }
-            _ => self.look_up_again(),
-        }
-        records
-    }
-
-    /// Begins the transaction of a message.
-    ///
-    /// # Errors
-    /// [`InboxUnavailable`] or [`RecordFound`].
-    async fn begin(&self, claim: &Operation, run: &RunContext) -> Result<I::Transaction, Failure> {
-        run.set_waits_for_database(true);
-        fault::point("inbox.begin.before");
-        let begun = self.inbox.begin(claim, run.longest_run()).await;
-        if !matches!(begun, Ok(BeginResult::Transaction(_))) {
-            self.look_up_again();
-        }
-        match begun.map_err(InboxUnavailable::failure)? {
-            BeginResult::Transaction(transaction) => {
-                fault::point("inbox.begin.after");
-                run.set_waits_for_database(false);
-                Ok(transaction)
-            }
-            BeginResult::Recorded(_) => Err(Failure::Retry(RecordFound.into())),
-        }
-    }
-}
-
 /// A handler whose runs are transactions of the inbox.
 #[derive(Debug)]
 pub struct InTransaction<H, I> {
     handler: H,
-    inbox: Arc<InboxWithLookups<I>>,
+    inbox: Arc<I>,
+    lookups: Arc<Lookups>,
 }
 
 impl<H: Clone, I> Clone for InTransaction<H, I> {
@@ -283,6 +223,7 @@ impl<H: Clone, I> Clone for InTransaction<H, I> {
         Self {
             handler: self.handler.clone(),
             inbox: self.inbox.clone(),
+            lookups: self.lookups.clone(),
         }
     }
 }
@@ -306,10 +247,35 @@ impl<H: TransactionalHandler<I>, I: Inbox> Handler for InTransaction<H, I> {
             // Does not occur: a message without an id is not claimed.
             return Err(Failure::Reject("the message has no id".into()));
         };
-        let mut transaction = self.inbox.begin(&claim, run).await?;
-        let handle = async { self.handler.handle(payload, &mut transaction, cx).await };
-        let handled = AssertUnwindSafe(handle).catch_unwind().await;
-        end(&self.inbox.inbox, transaction, handled, run).await
+        let handle = async {
+            let mut transaction = begin(&*self.inbox, &claim, run).await?;
+            let handle = async { self.handler.handle(payload, &mut transaction, cx).await };
+            let handled = AssertUnwindSafe(handle).catch_unwind().await;
+            end(&*self.inbox, transaction, handled, run).await
+        };
+        self.lookups.during(&claim, handle).await
+    }
+}
+
+/// Begins the transaction of a message.
+///
+/// # Errors
+/// [`InboxUnavailable`] or [`RecordFound`].
+async fn begin<I: Inbox>(
+    inbox: &I,
+    claim: &Operation,
+    run: &RunContext,
+) -> Result<I::Transaction, Failure> {
+    run.set_waits_for_database(true);
+    fault::point("inbox.begin.before");
+    let begun = inbox.begin(claim, run.longest_run()).await;
+    match begun.map_err(InboxUnavailable::failure)? {
+        BeginResult::Transaction(transaction) => {
+            fault::point("inbox.begin.after");
+            run.set_waits_for_database(false);
+            Ok(transaction)
+        }
+        BeginResult::Recorded(_) => Err(Failure::Retry(RecordFound.into())),
     }
 }
 
@@ -348,16 +314,21 @@ async fn end<I: Inbox>(
 /// deliveries of one id wait for each other. A restart loses only the numbers of failed attempts.
 #[derive(Debug)]
 pub struct InboxStore<I> {
-    inbox: Arc<InboxWithLookups<I>>,
+    inbox: Arc<I>,
+    lookups: Arc<Lookups>,
     /// The claims of messages without a record.
     claims: MemoryStore,
+    /// Whether the last lookup of records failed.
+    is_down: Arc<AtomicBool>,
 }
 
 impl<I> Clone for InboxStore<I> {
     fn clone(&self) -> Self {
         Self {
             inbox: self.inbox.clone(),
+            lookups: self.lookups.clone(),
             claims: self.claims.clone(),
+            is_down: self.is_down.clone(),
         }
     }
 }
@@ -365,12 +336,10 @@ impl<I> Clone for InboxStore<I> {
 impl<I: Inbox> InboxStore<I> {
     pub(crate) fn new(inbox: I) -> Self {
         Self {
-            inbox: Arc::new(InboxWithLookups {
-                inbox,
-                claims_without_record: AtomicUsize::new(0),
-                is_down: AtomicBool::new(false),
-            }),
+            inbox: Arc::new(inbox),
+            lookups: Arc::default(),
             claims: MemoryStore::new(),
+            is_down: Arc::default(),
         }
     }
 
@@ -399,7 +368,7 @@ impl<I: Inbox> InboxStore<I> {
     }
 
     pub(crate) fn max_transactions(&self) -> usize {
-        self.inbox.inbox.max_transactions()
+        self.inbox.max_transactions()
     }
 
     /// The handler, in transactions of this inbox.
@@ -407,6 +376,7 @@ impl<I: Inbox> InboxStore<I> {
         InTransaction {
             handler,
             inbox: self.inbox.clone(),
+            lookups: self.lookups.clone(),
         }
     }
 
@@ -415,7 +385,7 @@ impl<I: Inbox> InboxStore<I> {
         &self,
         handler: H,
     ) -> InBatches<H, I> {
-        InBatches::new(handler, self.inbox.clone())
+        InBatches::new(handler, self.inbox.clone(), self.lookups.clone())
     }
 }
 
@@ -429,12 +399,17 @@ impl<I: Inbox> Store for InboxStore<I> {
         let only_renews = operations
             .iter()
             .all(|operation| operation.kind == OperationKind::Renew);
-        let looks_up = !claims.is_empty() && self.inbox.looks_up();
-        let is_down = self.inbox.is_down.load(Ordering::Relaxed);
+        let is_down = self.is_down.load(Ordering::Relaxed);
+        let looks_up = self.lookups.are_needed(&claims) || is_down && !only_renews;
         let mut found = Vec::new().into_iter();
-        if looks_up || is_down && !only_renews {
-            found = match self.inbox.look_up(&claims).await {
-                Ok(records) => records.into_iter(),
+        if looks_up {
+            let records = self.inbox.look_up(&claims).await;
+            self.is_down.store(records.is_err(), Ordering::Relaxed);
+            found = match records {
+                Ok(records) => {
+                    self.lookups.looked_up(&claims, &records);
+                    records.into_iter()
+                }
                 // The other operations of the batch fail, too: with an answer to one of them, the
                 // store would count as available.
                 Err(error) => return unanswered(error, operations.len()),
@@ -447,7 +422,7 @@ impl<I: Inbox> Store for InboxStore<I> {
                 None | Some(Some(Ok(Verdict::Granted(_)))) => self.apply_in_memory(operation).await,
                 Some(Some(answer)) => answer,
                 Some(None) => {
-                    let text = format!("{} returned no answer", self.inbox.inbox.described());
+                    let text = format!("{} returned no answer", self.inbox.described());
                     Err(StoreError::NotApplied(text.into()))
                 }
             });
@@ -456,15 +431,15 @@ impl<I: Inbox> Store for InboxStore<I> {
     }
 
     fn described(&self) -> String {
-        format!("inbox in {}", self.inbox.inbox.described())
+        format!("inbox in {}", self.inbox.described())
     }
 
     async fn preflight(&self, _: Guarantee) -> Result<(), StoreError> {
-        self.inbox.inbox.preflight().await
+        self.inbox.preflight().await
     }
 
     async fn persistence(&self) -> Result<Persistence, StoreError> {
-        self.inbox.inbox.persistence().await
+        self.inbox.persistence().await
     }
 
     fn parallel_applies(&self) -> usize {
@@ -495,17 +470,9 @@ mod tests {
     use crate::id::MessageId;
     use crate::marker::{Effect, Terms, Token};
 
-    /// An inbox without records. Clones share its state.
+    /// An inbox without records, which does not answer once its flag is set.
     #[derive(Clone, Default)]
-    struct EmptyInbox(Arc<InboxState>);
-
-    #[derive(Default)]
-    struct InboxState {
-        is_down: AtomicBool,
-        lookups: AtomicUsize,
-        /// Whether transactions find a record, although lookups do not.
-        has_record: AtomicBool,
-    }
+    struct EmptyInbox(Arc<AtomicBool>);
 
     impl Inbox for EmptyInbox {
         type Transaction = ();
@@ -530,8 +497,7 @@ mod tests {
             &self,
             claims: &[Operation],
         ) -> Result<Vec<Result<Verdict, StoreError>>, StoreError> {
-            self.0.lookups.fetch_add(1, Ordering::Relaxed);
-            if self.0.is_down.load(Ordering::Relaxed) {
+            if self.0.load(Ordering::Relaxed) {
                 return Err(StoreError::NotApplied("it is down".into()));
             }
             let granted = |_: &Operation| Ok(Verdict::Granted(crate::marker::Attempts::new(1)));
@@ -539,10 +505,7 @@ mod tests {
         }
 
         async fn begin(&self, _: &Operation, _: Duration) -> Result<BeginResult<()>, BoxError> {
-            Ok(match self.0.has_record.load(Ordering::Relaxed) {
-                true => BeginResult::Recorded(Verdict::Duplicate),
-                false => BeginResult::Transaction(()),
-            })
+            Ok(BeginResult::Transaction(()))
         }
 
         async fn commit(&self, (): ()) -> Result<(), CommitError> {
@@ -575,13 +538,13 @@ mod tests {
         let store = InboxStore::new(inbox.clone());
         let apply = async |id, kind| store.apply(&[operation(id, kind)]).await.remove(0);
         assert!(apply("a", OperationKind::Claim).await.is_ok());
-        inbox.0.is_down.store(true, Ordering::Relaxed);
+        inbox.0.store(true, Ordering::Relaxed);
         assert!(apply("b", OperationKind::Claim).await.is_err());
         let renewed = apply("a", OperationKind::Renew).await;
         assert!(matches!(renewed, Ok(Verdict::Applied)), "{renewed:?}");
         // The inbox still does not answer, so completions fail, too.
         assert!(apply("a", OperationKind::Complete).await.is_err());
-        inbox.0.is_down.store(false, Ordering::Relaxed);
+        inbox.0.store(false, Ordering::Relaxed);
         assert!(apply("a", OperationKind::Complete).await.is_ok());
         assert!(store.claims.is_empty(), "the inbox has the record");
     }
@@ -599,34 +562,5 @@ mod tests {
             assert!(matches!(rejected, Ok(Verdict::Applied)), "{rejected:?}");
             assert!(store.claims.is_empty());
         }
-    }
-
-    #[tokio::test]
-    async fn claims_are_looked_up_until_many_had_no_record_and_again_after_one_had_one() {
-        let inbox = EmptyInbox::default();
-        let store = InboxStore::new(inbox.clone());
-        let claim = async |id: usize| {
-            let claim = operation(&id.to_string(), OperationKind::Claim);
-            let answer = store.apply(std::slice::from_ref(&claim)).await.remove(0);
-            assert!(matches!(answer, Ok(Verdict::Granted(_))), "{answer:?}");
-            claim
-        };
-        let lookups = || inbox.0.lookups.swap(0, Ordering::Relaxed);
-        for id in 0..LOOKUPS_WITHOUT_RECORD {
-            claim(id).await;
-        }
-        assert_eq!(lookups(), LOOKUPS_WITHOUT_RECORD);
-        let run = RunContext::new(&Scope::none(), defaults::HANDLER_TIMEOUT);
-        let claimed = claim(LOOKUPS_WITHOUT_RECORD).await;
-        assert!(store.inbox.begin(&claimed, &run).await.is_ok());
-        assert_eq!(lookups(), 0);
-        inbox.0.has_record.store(true, Ordering::Relaxed);
-        let found = store.inbox.begin(&claimed, &run).await;
-        assert!(
-            matches!(&found, Err(Failure::Retry(cause)) if cause.is::<RecordFound>()),
-            "{found:?}"
-        );
-        claim(LOOKUPS_WITHOUT_RECORD + 1).await;
-        assert_eq!(lookups(), 1);
     }
 }

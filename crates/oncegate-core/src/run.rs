@@ -89,8 +89,11 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                 return (Outcome::Done, None);
             };
             let outcome = match &failure {
+                // No error of the message: its dead letter would have it as the first one.
+                Failure::Retry(cause) if cause.is::<RecordFound>() => {
+                    return (Outcome::Recorded, None);
+                }
                 Failure::Retry(cause) if cause.is::<InboxUnavailable>() => Outcome::Unavailable,
-                Failure::Retry(cause) if cause.is::<RecordFound>() => Outcome::Recorded,
                 Failure::Retry(_) => Outcome::Retry,
                 Failure::Reject(_) => Outcome::Reject,
                 Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::HandlerReported),

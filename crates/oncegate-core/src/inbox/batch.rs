@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::{Semaphore, oneshot};
 
 use super::{
-    CommitError, Inbox, InboxUnavailable, InboxWithLookups, RecordFound, end, is_unavailable,
+    CommitError, Inbox, InboxUnavailable, Lookups, RecordFound, begin, end, is_unavailable,
 };
 use crate::context::Context;
 use crate::defaults;
@@ -95,7 +95,8 @@ pub struct BatchTransaction<T> {
 #[derive(Debug)]
 pub struct InBatches<H: BatchTransactionalHandler<I>, I: Inbox> {
     handler: H,
-    inbox: Arc<InboxWithLookups<I>>,
+    inbox: Arc<I>,
+    lookups: Arc<Lookups>,
     waiting: Lock<Vec<WaitingRun<H::Payload>>>,
     /// A permit for each batch that runs.
     batches: Semaphore,
@@ -127,14 +128,12 @@ enum BatchEnd<P> {
 }
 
 impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
-    pub(super) fn new(handler: H, inbox: Arc<InboxWithLookups<I>>) -> Self {
-        let transactions = inbox
-            .inbox
-            .max_transactions()
-            .clamp(1, Semaphore::MAX_PERMITS);
+    pub(super) fn new(handler: H, inbox: Arc<I>, lookups: Arc<Lookups>) -> Self {
+        let transactions = inbox.max_transactions().clamp(1, Semaphore::MAX_PERMITS);
         Self {
             handler,
             inbox,
+            lookups,
             waiting: Lock::default(),
             batches: Semaphore::new(BATCHES_AT_ONCE.min(transactions)),
             transactions: Semaphore::new(transactions),
@@ -167,7 +166,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
 
     fn log_failure(&self, error: &dyn std::fmt::Display, messages: usize, follows: &str) {
         if let Some(suppressed_lines) = self.failure_log.lock().due(std::time::Instant::now()) {
-            let inbox = self.inbox.inbox.described();
+            let inbox = self.inbox.described();
             tracing::warn!(
                 %error, %inbox, messages, suppressed_lines,
                 "batch of an inbox not committed, {follows}; see `error`"
@@ -184,11 +183,11 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
     ) -> Result<(), Failure> {
         run.set_waits_for_database(true);
         let _permit = self.transactions.acquire().await;
-        let mut transaction = self.inbox.begin(claim, run).await?;
+        let mut transaction = begin(&*self.inbox, claim, run).await?;
         let items = [item];
         let handle = async { self.handler.handle(&items, &mut transaction).await };
         let handled = AssertUnwindSafe(handle).catch_unwind().await;
-        end(&self.inbox.inbox, transaction, handled, run).await
+        end(&*self.inbox, transaction, handled, run).await
     }
 
     /// Handles a message in a transaction of its own. Its later runs join batches again, unless the
@@ -211,11 +210,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         let _permit = self.transactions.acquire().await;
         let claims: Vec<Operation> = batch.iter().map(|run| run.claim.clone()).collect();
         fault::point("inbox.batch.begin.before");
-        let begun = self
-            .inbox
-            .inbox
-            .begin_batch(&claims, run.longest_run())
-            .await;
+        let begun = self.inbox.begin_batch(&claims, run.longest_run()).await;
         fault::point("inbox.batch.begin.after");
         let (mut items, mut ends) = (Vec::new(), Vec::new());
         let BatchTransaction {
@@ -224,7 +219,6 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         } = match begun {
             Ok(begun) => begun,
             Err(error) => {
-                self.inbox.look_up_again();
                 self.log_failure(&error, batch.len(), HANDLED_ALONE);
                 for run in batch {
                     let _ = run.end.send(BatchEnd::Alone(run.item)); // fails if the run was dropped
@@ -240,10 +234,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
                     continue;
                 }
                 Some(Verdict::Granted(_)) => BatchEnd::Alone(run.item),
-                Some(_) => {
-                    self.inbox.look_up_again();
-                    BatchEnd::Run(Err(Failure::Retry(RecordFound.into())))
-                }
+                Some(_) => BatchEnd::Run(Err(Failure::Retry(RecordFound.into()))),
             };
             let _ = run.end.send(end);
         }
@@ -256,7 +247,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         let outcome = match handled {
             Ok(Ok(Ok(()))) => {
                 fault::point("inbox.batch.commit.before");
-                let committed = self.inbox.inbox.commit(transaction).await;
+                let committed = self.inbox.commit(transaction).await;
                 fault::point("inbox.batch.commit.after");
                 committed
             }
@@ -270,7 +261,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
                 // its end, their next runs join no batch.
                 self.remember_as_cut_short(&claims);
                 fault::point("inbox.batch.rollback.before");
-                let rolled_back = self.inbox.inbox.rollback(transaction).await;
+                let rolled_back = self.inbox.rollback(transaction).await;
                 fault::point("inbox.batch.rollback.after");
                 rolled_back.and(Err(CommitError::RolledBack(cause.into())))
             }
@@ -329,8 +320,21 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
             payload,
             context: cx.clone(),
         };
+        let handle = self.run_in_batch(item, &claim, run);
+        self.lookups.during(&claim, handle).await
+    }
+}
+
+impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
+    /// Handles a message in a batch or, if that is not possible, in a transaction of its own.
+    async fn run_in_batch(
+        &self,
+        item: BatchItem<H::Payload>,
+        claim: &Operation,
+        run: &RunContext,
+    ) -> Result<(), Failure> {
         if self.cut_short.lock().contains(&claim.key) {
-            return self.run_cut_short(item, &claim, run).await;
+            return self.run_cut_short(item, claim, run).await;
         }
         let (end, mut ended) = oneshot::channel();
         self.waiting.lock().push(WaitingRun {
@@ -342,9 +346,9 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
             biased;
             end = &mut ended => end,
             permit = self.batches.acquire() => {
-                let mut batch = self.take_batch_with(&claim);
+                let mut batch = self.take_batch_with(claim);
                 if batch.len() == 1 && let Some(only) = batch.pop() {
-                    let mut alone = pin!(self.run_alone(only.item, &claim, run));
+                    let mut alone = pin!(self.run_alone(only.item, claim, run));
                     let half = run.longest_run() / 2;
                     if let Ok(result) = tokio::time::timeout(half, &mut alone).await {
                         return result;
@@ -363,10 +367,10 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> Handler for InBatches<H, I> {
             Ok(BatchEnd::Run(result)) => result,
             Ok(BatchEnd::Alone(item)) => {
                 if !self.cut_short.lock().contains(&claim.key) {
-                    self.remember_as_cut_short([&claim]);
+                    self.remember_as_cut_short([claim]);
                 }
                 run.set_timeout_shared();
-                self.run_cut_short(item, &claim, run).await
+                self.run_cut_short(item, claim, run).await
             }
             // The run that led the batch was dropped, and with it the transaction.
             Err(_) => Err(InboxUnavailable::failure(

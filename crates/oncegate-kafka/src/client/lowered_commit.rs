@@ -4,7 +4,7 @@
 //! - *Symptom:* a stored offset below the committed one is never committed, for example after a log
 //!   was truncated. *Version:* librdkafka 2.12.1.
 //! - *Workaround:* the first offset of each assignment is committed at once
-//!   (`OffsetCommitMode::Immediate`).
+//!   (`OffsetCommitMode::Immediate`), and repeatedly until the broker confirms a commit.
 //! - *Upstream:* confluentinc/librdkafka#1372 (open); #1538 and #1558 describe a shortened log.
 //! - *Test:* `a_log_that_was_truncated_below_the_committed_offset_commits_lower` in `tests/kafka`.
 //! - *May be removed* when librdkafka commits each changed offset.
@@ -30,7 +30,7 @@ pub(super) fn commit_at_once<C: ConsumerContext>(
     );
     if sent.count() > 0 {
         log_error(
-            "cannot commit offsets; they are committed after the next settlement; check the group coordinator",
+            "cannot commit offsets; the commit is repeated; check the group coordinator",
             consumer.commit(&sent, CommitMode::Async),
         );
         fault::point("kafka.commit.sent");

@@ -72,8 +72,11 @@ impl StallCandidate {
             queue_reads: 0,
             queue_read_start: progress,
         };
+        // A log that ended below the position, and no longer does, was not truncated: the log end
+        // was fetched before the position.
+        let was_behind = |before: &Self| Some(before.end) < position && position <= Some(end);
         let mut next = before
-            .filter(|before| before.position == position)
+            .filter(|before| before.position == position && !was_behind(before))
             .unwrap_or(start);
         if next.queue_read_start.is_queue_read_at(progress) {
             (next.queue_reads, next.queue_read_start) = (next.queue_reads + 1, progress);
@@ -200,6 +203,11 @@ mod tests {
         let truncated =
             next(None, Some(50), 10, started).expect("a position above the log end is a candidate");
         assert!(truncated.is_stalled(11, at(60), after));
+        let fetched_before = next(None, Some(105), 100, started)
+            .expect("a position above the log end is a candidate");
+        let later = next(Some(fetched_before), Some(105), 106, at(1))
+            .expect("a partition with unread messages is a candidate");
+        assert!(!later.is_stalled(106, at(70), after));
         let unread = next(None, None, 3, started).expect("an unread partition is a candidate");
         assert!(
             next(Some(unread), None, 4, at(60))

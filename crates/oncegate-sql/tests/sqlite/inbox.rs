@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use oncegate_core::inbox::{BeginResult, CommitError, InTransaction, InboxStore};
-use oncegate_core::lifecycle::Reason;
+use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::marker::{Guarantee, Marker, Operation, OperationKind, Verdict};
 use oncegate_core::{
     BatchItem, BatchTransactionalHandler, Builder, Consumer, Context, Error, Failure, FailureExt,
@@ -512,7 +512,9 @@ async fn copies_are_found_after_many_messages_without_one() {
         };
         let copies = async {
             broker.all_settled().await;
-            for (id, body) in [("t-7", "1"), ("t-8", "2"), ("t-9", "1")] {
+            let unreadable = "INSERT INTO oncegate_merged_markers (key, expires, state) VALUES ('other', 9e15, 99)";
+            raw.execute(unreadable, []).expect("a record");
+            for (id, body) in [("t-7", "1"), ("t-8", "2"), ("other", "1"), ("t-9", "1")] {
                 broker.publish(Message::new(body).with_message_id(id));
             }
             broker.all_settled().await;
@@ -523,6 +525,13 @@ async fn copies_are_found_after_many_messages_without_one() {
             panic!("one dead letter");
         };
         assert_eq!(dead.reason, Reason::Conflict);
+        let [in_doubt] = &broker.in_doubt()[..] else {
+            panic!("one message in doubt");
+        };
+        assert_eq!(
+            in_doubt.reason,
+            Reason::InDoubt(DoubtCause::UnreadableMarker)
+        );
         assert_eq!(counts(&raw), (1_200, 1_200, 1_200));
     }
 }
