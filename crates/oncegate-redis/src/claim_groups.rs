@@ -20,7 +20,7 @@ const LARGEST: f32 = 64.0;
 const SMALLEST: f32 = 8.0;
 
 /// The number of claims after which an observation has lost two thirds of its weight.
-const AVERAGED: f32 = 1024.0;
+const AVERAGED: f32 = 4096.0;
 
 /// The share of claims that found a marker, as a moving average.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -116,10 +116,10 @@ mod tests {
     #[test]
     fn a_batch_of_duplicates_ends_groups_and_many_new_ids_restore_them() {
         let none = DuplicateShare::default();
-        assert_eq!(none.after(1, 1.0).group_size(), 26);
+        assert_eq!(none.after(1, 1.0).group_size(), 53);
         let burst = (0..64).fold(none, |share, _| share.after(1, 1.0));
         assert_eq!(burst.group_size(), 1);
-        let later = (0..3000).fold(burst, |share, _| share.after(1, 0.0));
+        let later = (0..6000).fold(burst, |share, _| share.after(1, 0.0));
         assert!((8..64).contains(&later.group_size()), "{later:?}");
         assert_eq!(later.after(1_000_000, 0.0), none);
     }
@@ -150,7 +150,7 @@ mod tests {
         groups.record_group(64, &Value::Int(1));
         assert_eq!(sizes(&groups), [64, 64, 22]);
         assert_eq!(groups.split(&claims[..1]).count(), 1);
-        (0..20).for_each(|_| groups.record_single(&Value::BulkString(b"1".to_vec())));
+        (0..60).for_each(|_| groups.record_single(&Value::BulkString(b"1".to_vec())));
         assert_eq!(sizes(&groups), [1; 150]);
     }
 }
