@@ -1,6 +1,6 @@
-//! Measures the CPU time of the server per claim, completion and clearing: by commands that compare
-//! values, where the server has them, or, in a build with `RUSTFLAGS="--cfg oncegate_script_only"`, by
-//! the script.
+//! Measures the CPU time of the server per claim, completion and clearing: by `MSETEX` and commands
+//! that compare values, where the server has them, or, in a build with
+//! `RUSTFLAGS="--cfg oncegate_script_only"`, by single claims and the script.
 //!
 //! `cargo run --release -p oncegate-redis --example server_cpu`. `ONCEGATE_SERVERS=today` and
 //! `today-redis` measure Valkey 9 and Redis 8. Needs an idle machine.
@@ -16,17 +16,19 @@ use oncegate_testkit::operations::{operation, terms};
 use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer};
 
 const ROUNDS: usize = 5;
-const BATCHES: usize = 800;
 /// The number of operations of a batch.
 const BATCH: usize = 64;
 /// The number of batches in flight.
 const CONCURRENT: usize = 16;
-const IDS: usize = BATCHES * BATCH;
+const IDS: usize = 800 * BATCH;
 
 /// Microseconds of the server's CPU time per operation.
 #[derive(Clone, Copy)]
 struct Costs {
     claim: f64,
+    /// Of ids of which one in two hundred is done, and one in ten.
+    claim_half_percent: f64,
+    claim_ten_percent: f64,
     complete: f64,
     clear: f64,
 }
@@ -39,8 +41,10 @@ async fn main() -> Result<(), Box<dyn Error>> {
         "{}, {IDS} ids, {ROUNDS} rounds, µs per operation",
         version(&server)?
     );
-    println!("| server | commands | claim | completion | claim + completion | clearing |");
-    println!("| --- | --- | ---: | ---: | ---: | ---: |");
+    println!(
+        "| server | commands | claim | 0.5 % duplicates | 10 % | completion | claim + completion | clearing |"
+    );
+    println!("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |");
     let at_server = || Redis::at(server.url());
     compare("one", servers, &at_server).await?;
     let cluster = ClusterServers::start()?;
@@ -54,10 +58,11 @@ async fn compare(
     servers: &[RedisServer],
     store: &dyn Fn() -> Redis,
 ) -> Result<(), Box<dyn Error>> {
-    let store = store().timeout(Duration::from_secs(20));
+    // One for each share of duplicates, because it decides how claims are sent.
+    let stores = [(); 3].map(|()| store().timeout(Duration::from_secs(20)));
     let mut rounds = Vec::new();
     for round in 0..=ROUNDS {
-        let costs = measure(servers, &store).await?;
+        let costs = measure(servers, &stores).await?;
         // The first one connects and loads the script.
         if round > 0 {
             rounds.push(costs);
@@ -71,11 +76,13 @@ async fn compare(
     let commands = if cfg!(oncegate_script_only) {
         "script"
     } else {
-        "compare values"
+        "newer"
     };
     println!(
-        "| {name} | {commands} | {:.2} | {:.2} | {:.2} | {:.2} |",
+        "| {name} | {commands} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} |",
         median(|it| it.claim),
+        median(|it| it.claim_half_percent),
+        median(|it| it.claim_ten_percent),
         median(|it| it.complete),
         median(|it| it.claim + it.complete),
         median(|it| it.clear),
@@ -83,28 +90,47 @@ async fn compare(
     Ok(())
 }
 
-async fn measure(servers: &[RedisServer], store: &Redis) -> Result<Costs, Box<dyn Error>> {
-    let claim = cost(servers, store, OperationKind::Claim).await?;
-    let complete = cost(servers, store, OperationKind::Complete).await?;
+async fn measure(
+    servers: &[RedisServer],
+    [store, half_percent, ten_percent]: &[Redis; 3],
+) -> Result<Costs, Box<dyn Error>> {
+    let claim = cost(servers, store, OperationKind::Claim, 1).await?;
+    let complete = cost(servers, store, OperationKind::Complete, 1).await?;
     flush(servers)?;
-    cost(servers, store, OperationKind::Claim).await?;
-    let clear = cost(servers, store, OperationKind::Clear(Effect::Nothing)).await?;
+    cost(servers, store, OperationKind::Claim, 1).await?;
+    let clear = cost(servers, store, OperationKind::Clear(Effect::Nothing), 1).await?;
     flush(servers)?;
+    let mut with_duplicates = [0.0; 2];
+    for ((cost_of, store), every) in with_duplicates
+        .iter_mut()
+        .zip([half_percent, ten_percent])
+        .zip([200, 10])
+    {
+        cost(servers, store, OperationKind::Complete, every).await?;
+        *cost_of = cost(servers, store, OperationKind::Claim, 1).await?;
+        flush(servers)?;
+    }
+    let [claim_half_percent, claim_ten_percent] = with_duplicates;
     Ok(Costs {
         claim,
+        claim_half_percent,
+        claim_ten_percent,
         complete,
         clear,
     })
 }
 
-/// Asks the same of each id.
+/// Asks the same of every nth id.
 async fn cost(
     servers: &[RedisServer],
     store: &Redis,
     kind: OperationKind,
+    every: usize,
 ) -> Result<f64, Box<dyn Error>> {
-    let batches: Vec<Vec<Operation>> = (0..BATCHES)
-        .map(|batch| (0..BATCH).map(|it| on(batch * BATCH + it, kind)).collect())
+    let ids: Vec<usize> = (0..IDS).step_by(every).collect();
+    let batches: Vec<Vec<Operation>> = ids
+        .chunks(BATCH)
+        .map(|batch| batch.iter().map(|id| on(*id, kind)).collect())
         .collect();
     let before = cpu_time(servers)?;
     for concurrent in batches.chunks(CONCURRENT) {
@@ -112,14 +138,16 @@ async fn cost(
         for answer in answers.into_iter().flatten() {
             let verdict = answer?;
             let expected = match kind {
-                OperationKind::Claim => matches!(verdict, Verdict::Granted(_)),
-                OperationKind::Complete => verdict == Verdict::Done { marker_lost: false },
+                OperationKind::Claim => {
+                    matches!(verdict, Verdict::Granted(_) | Verdict::Duplicate)
+                }
+                OperationKind::Complete => matches!(verdict, Verdict::Done { .. }),
                 _ => verdict == Verdict::Applied,
             };
             assert!(expected, "{kind:?}: {verdict:?}");
         }
     }
-    Ok((cpu_time(servers)? - before) * 1e6 / IDS as f64)
+    Ok((cpu_time(servers)? - before) * 1e6 / ids.len() as f64)
 }
 
 fn on(id: usize, kind: OperationKind) -> Operation {

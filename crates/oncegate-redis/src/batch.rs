@@ -8,7 +8,8 @@ use oncegate_core::StoreError;
 use oncegate_core::marker::{Attempts, Guarantee, Operation, OperationKind, Verdict};
 use redis::{Cmd, Value};
 
-use crate::conditional::{self, ConditionalCommand, ConditionalSupport, SendPlan};
+use crate::client::connection::SharedConnection;
+use crate::conditional::{self, ConditionalCommand, SendPlan};
 use crate::durability::Durability;
 use crate::failure::{StoreFailure, denied_user, is_denied};
 use crate::loss_detector::LossDetector;
@@ -19,7 +20,7 @@ use crate::reply;
 use crate::router::{CommandTarget, ConnectionKind, Router, RoutingView};
 use crate::script::{self, ScriptRef};
 use pipeline::{PipelineReplies, ServerPipeline};
-use rounds::rounds;
+use rounds::{OperationRound, rounds};
 
 mod pipeline;
 mod rounds;
@@ -38,12 +39,14 @@ const MAX_REDIRECTIONS: u32 = 3;
 enum BatchCommand {
     /// `SET … NX GET PX`.
     Claim(usize),
+    /// `MSETEX … NX PX`: claims of different keys with the same terms.
+    ClaimGroup(Vec<usize>),
     /// `SET … 1 EX … NX`, for [`Guarantee::Bare`].
     BareClaim(usize),
     /// `DEL`, for [`Guarantee::Bare`].
     BareDelete(usize),
-    /// Operations that become conditional commands or a script call when their server is
-    /// determined; at least one.
+    /// Operations with the same terms that become conditional commands or a script call, or claims
+    /// that become groups or single ones, when their server is determined; at least one.
     Undecided(Vec<usize>),
     /// A completion or clearing without the script.
     Conditional(ConditionalCommand, usize),
@@ -58,7 +61,7 @@ impl BatchCommand {
             | Self::BareClaim(one)
             | Self::BareDelete(one)
             | Self::Conditional(_, one) => std::slice::from_ref(one),
-            Self::Undecided(many) | Self::Script(_, many) => many,
+            Self::ClaimGroup(many) | Self::Undecided(many) | Self::Script(_, many) => many,
         }
     }
 
@@ -88,11 +91,7 @@ pub(crate) async fn apply(
         refresh: TopologyRefresh::of(router),
     };
     for round in rounds(operations) {
-        let unanswered: Vec<usize> = round
-            .into_iter()
-            .filter(|index| batch.answers[*index].is_none())
-            .collect();
-        let commands = batch.plan(&unanswered);
+        let commands = batch.plan(&round);
         if batch.execute(commands).await.is_err() {
             break;
         }
@@ -149,11 +148,16 @@ struct OperationBatch<'a> {
 type RoutedCommand = (BatchCommand, CommandTarget);
 
 impl OperationBatch<'_> {
-    /// Plans the commands of a round: script calls, then single commands.
-    fn plan(&self, round: &[usize]) -> Vec<RoutedCommand> {
+    /// Plans the commands of the unanswered operations of a round: script calls, then single commands
+    /// and claims. Several claims of one key are sent singly, so that only the first is granted.
+    fn plan(&self, round: &OperationRound) -> Vec<RoutedCommand> {
         let mut calls = Vec::new();
-        let mut singles = Vec::with_capacity(round.len());
-        for &index in round {
+        let mut singles = Vec::with_capacity(round.operations.len());
+        let can_group = matches!(self.router, Router::Single(_)) && !round.has_repeated_key;
+        for &index in &round.operations {
+            if self.answers[index].is_some() {
+                continue;
+            }
             let operation = &self.operations[index];
             match (operation.terms.guarantee, operation.kind) {
                 (Guarantee::Bare, OperationKind::Claim) => {
@@ -162,6 +166,9 @@ impl OperationBatch<'_> {
                 (Guarantee::Bare, OperationKind::Renew | OperationKind::Complete) => {}
                 (Guarantee::Bare, _) => {
                     singles.push((BatchCommand::BareDelete(index), CommandTarget::Owner))
+                }
+                (_, OperationKind::Claim) if can_group => {
+                    self.add_to_call(&mut singles, index, BatchCommand::Undecided)
                 }
                 (_, OperationKind::Claim) => {
                     singles.push((BatchCommand::Claim(index), CommandTarget::Owner))
@@ -291,27 +298,34 @@ impl OperationBatch<'_> {
                 commands,
                 ..
             } = &mut pipelines[at];
-            let support = &connections.get(connection_kind).conditional;
-            self.add_for_server(command, support, commands);
+            self.add_for_server(command, connections.get(connection_kind), commands);
         }
         Ok(pipelines)
     }
 
     /// Adds a command to those for a server. [`BatchCommand::Undecided`] becomes conditional
-    /// commands if the server has them, otherwise a script call.
+    /// commands if the server has them, otherwise a script call; or groups of claims and single ones.
     fn add_for_server(
         &self,
         command: BatchCommand,
-        support: &ConditionalSupport,
+        connection: &SharedConnection,
         commands: &mut Vec<BatchCommand>,
     ) {
         let BatchCommand::Undecided(call) = command else {
             commands.push(command);
             return;
         };
+        if self.operations[call[0]].kind == OperationKind::Claim {
+            let groups = connection.claim_groups.split(&call);
+            commands.extend(groups.map(|group| match group {
+                [index] => BatchCommand::Claim(*index),
+                group => BatchCommand::ClaimGroup(group.to_vec()),
+            }));
+            return;
+        }
         let mut by_script = Vec::new();
         for index in call {
-            match support.plan_for(&self.operations[index]) {
+            match connection.conditional.plan_for(&self.operations[index]) {
                 SendPlan::All(conditional) => {
                     commands.push(BatchCommand::Conditional(conditional, index));
                 }
@@ -374,11 +388,18 @@ impl OperationBatch<'_> {
                 }
                 continue;
             }
-            if let BatchCommand::Conditional(conditional, _) = command {
-                let connection = server_pipeline
-                    .connections
-                    .get(server_pipeline.connection_kind);
-                connection.conditional.record_reply(conditional, &reply);
+            let connection = server_pipeline
+                .connections
+                .get(server_pipeline.connection_kind);
+            match &command {
+                BatchCommand::Conditional(conditional, _) => {
+                    connection.conditional.record_reply(*conditional, &reply);
+                }
+                BatchCommand::Claim(_) => connection.claim_groups.record_single(&reply),
+                BatchCommand::ClaimGroup(group) => {
+                    connection.claim_groups.record_group(group.len(), &reply);
+                }
+                _ => {}
             }
             let operations = command.operations().to_vec();
             self.read(command, reply, follow_up);
@@ -434,6 +455,17 @@ impl OperationBatch<'_> {
                     .arg(horizon);
                 set
             }
+            BatchCommand::ClaimGroup(group) => {
+                let mut set = Cmd::with_capacity(5 + 2 * group.len(), 64 + 192 * group.len());
+                set.arg("MSETEX").arg(group.len());
+                for &index in group {
+                    let record = record::first_claim(&self.operations[index], 1);
+                    set.arg(self.key(index)).arg(record);
+                }
+                let horizon = record::expiry(self.operations[group[0]].terms.horizon());
+                set.arg("NX").arg("PX").arg(horizon);
+                set
+            }
             BatchCommand::BareClaim(index) => {
                 let window = self.operations[*index].terms.window;
                 let mut set = Cmd::with_capacity(6, 128);
@@ -482,6 +514,16 @@ impl OperationBatch<'_> {
                 if conditional::needs_script(conditional, &reply) =>
             {
                 self.add_to_call(follow_up, index, script_call);
+            }
+            (BatchCommand::ClaimGroup(group), Value::Int(1)) => {
+                for index in group {
+                    self.answers[index] = Some(Ok(Verdict::Granted(Attempts::new(1))));
+                }
+            }
+            // No key was set, or, after a lost reply, all were: the single claim recognises its token.
+            (BatchCommand::ClaimGroup(group), _) => {
+                let claims = group.into_iter().map(BatchCommand::Claim);
+                follow_up.extend(claims.map(|claim| (claim, CommandTarget::Owner)));
             }
             (command, Value::ServerError(error)) => {
                 let failure =

@@ -21,9 +21,9 @@ pub(crate) enum ConditionalCommand {
     DelEx,
 }
 
-/// Whether the server has one conditional command, as far as its replies have shown.
+/// Whether the server has one command, as far as its replies have shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum CommandSupport {
+pub(crate) enum CommandSupport {
     /// No reply has shown it yet; one command is sent to find out.
     Untested = 0,
     Available = 1,
@@ -31,9 +31,42 @@ enum CommandSupport {
     Unavailable = 2,
 }
 
+/// The [`CommandSupport`] of the server of a connection, for all callers that share it.
+#[derive(Default)]
+pub(crate) struct SharedSupport(AtomicU8);
+
+impl SharedSupport {
+    pub(crate) fn get(&self) -> CommandSupport {
+        match self.0.load(Ordering::Relaxed) {
+            0 => CommandSupport::Untested,
+            1 => CommandSupport::Available,
+            _ => CommandSupport::Unavailable,
+        }
+    }
+
+    fn set(&self, support: CommandSupport) {
+        self.0.store(support as u8, Ordering::Relaxed);
+    }
+
+    pub(crate) fn reset(&self) {
+        self.set(CommandSupport::Untested);
+    }
+
+    /// Records whether the server has the command, if the reply to it shows that.
+    pub(crate) fn record_reply(&self, reply: &Value) {
+        match reply {
+            Value::ServerError(error) if is_unavailable(error.code()) => {
+                self.set(CommandSupport::Unavailable);
+            }
+            Value::ServerError(_) => {}
+            _ => self.set(CommandSupport::Available),
+        }
+    }
+}
+
 /// Which conditional commands the server of a connection has, as far as its replies have shown.
 #[derive(Default)]
-pub(crate) struct ConditionalSupport([AtomicU8; 3]);
+pub(crate) struct ConditionalSupport([SharedSupport; 3]);
 
 /// How the operations of one kind in a batch are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,9 +82,7 @@ pub(crate) enum SendPlan {
 impl ConditionalSupport {
     /// Resets the results: the connection is new, perhaps to another server.
     pub(crate) fn reset(&self) {
-        for support in &self.0 {
-            support.store(CommandSupport::Untested as u8, Ordering::Relaxed);
-        }
+        self.0.iter().for_each(SharedSupport::reset);
     }
 
     /// How operations like this one are sent.
@@ -72,12 +103,10 @@ impl ConditionalSupport {
             _ => &[],
         };
         for &candidate in candidates {
-            let support = self.0[candidate as usize].load(Ordering::Relaxed);
-            if support == CommandSupport::Available as u8 {
-                return SendPlan::All(candidate);
-            }
-            if support == CommandSupport::Untested as u8 {
-                return SendPlan::One(candidate);
+            match self.0[candidate as usize].get() {
+                CommandSupport::Available => return SendPlan::All(candidate),
+                CommandSupport::Untested => return SendPlan::One(candidate),
+                CommandSupport::Unavailable => {}
             }
         }
         SendPlan::Script
@@ -85,14 +114,7 @@ impl ConditionalSupport {
 
     /// Records whether the server has the command, if the reply shows it.
     pub(crate) fn record_reply(&self, command: ConditionalCommand, reply: &Value) {
-        let support = match reply {
-            Value::ServerError(error) if is_unavailable(error.code()) => {
-                CommandSupport::Unavailable
-            }
-            Value::ServerError(_) => return,
-            _ => CommandSupport::Available,
-        };
-        self.0[command as usize].store(support as u8, Ordering::Relaxed);
+        self.0[command as usize].record_reply(reply);
     }
 }
 

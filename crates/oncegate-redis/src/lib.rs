@@ -1,9 +1,10 @@
 //! The Redis store of oncegate: [`Redis::at`] for a single server, [`Redis::sentinel`] for a primary
 //! that Sentinels monitor, [`Redis::cluster`] for a Cluster; Redis 7.0 or newer.
 //!
-//! A claim is one `SET … NX GET PX`. The completions of many ids are one script call in the same
-//! pipeline, or one `SET … IFEQ` each where the server has that option. The script implements
-//! [`oncegate_core::marker::apply`] and uses the server's clock.
+//! A claim is one `SET … NX GET PX`; a single server that has `MSETEX` gets one for many claims. The
+//! completions of many ids are one script call in the same pipeline, or one `SET … IFEQ` each where
+//! the server has that option. The script implements [`oncegate_core::marker::apply`] and uses the
+//! server's clock.
 //!
 //! Terms such as claim and marker: <https://github.com/oncegate/oncegate/blob/main/docs/src/promises.md#terms>.
 #![forbid(unsafe_code)]
@@ -12,6 +13,7 @@ mod anomaly;
 mod batch;
 mod browse;
 mod canary;
+mod claim_groups;
 mod client;
 mod cluster;
 mod conditional;

@@ -11,6 +11,7 @@ use redis::{
 };
 use tokio::sync::Mutex;
 
+use crate::claim_groups::ClaimGroups;
 use crate::client::frozen_server::ConsecutiveTimeouts;
 use crate::client::sentinel::Sentinels;
 use crate::client::server::ServerConfig;
@@ -42,6 +43,7 @@ pub(crate) struct SharedConnection {
     invalidated: AtomicBool,
     /// Which conditional commands the server of the current connection has.
     pub(crate) conditional: ConditionalSupport,
+    pub(crate) claim_groups: ClaimGroups,
     state: Mutex<ConnectionState>,
 }
 
@@ -94,6 +96,7 @@ impl SharedConnection {
             timeouts,
             invalidated: AtomicBool::new(false),
             conditional: ConditionalSupport::default(),
+            claim_groups: ClaimGroups::default(),
             state: Mutex::default(),
         }
     }
@@ -179,6 +182,7 @@ impl SharedConnection {
         match self.connect().await {
             Ok(live) => {
                 self.conditional.reset();
+                self.claim_groups.reset();
                 state.live = Some(live.clone());
                 Ok(live)
             }

@@ -17,7 +17,7 @@ use tokio::sync::mpsc::unbounded_channel;
 
 use crate::sentinel_and_cluster::until_answered;
 use crate::support::{
-    DONE, GRANTED, SECOND, apply_one, at, claim, complete, key, operation, terms,
+    DONE, GRANTED, SECOND, apply_one, at, claim, complete, key, operation, terms, verdicts,
 };
 
 const IDS: usize = 4_000;
@@ -317,6 +317,44 @@ async fn no_late_command_of_an_older_claim_changes_a_newer_one() {
     let changed = changed_by_late_commands(Guarantee::Bare).await;
     println!("Bare: {changed} of {CLAIMS} newer claims lost to late commands");
     assert!(changed > CLAIMS / 2, "{changed}: too few to prove anything");
+}
+
+/// The single claims that follow a refused group recognise their own tokens.
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_of_new_ids_are_repeated_after_a_lost_reply() {
+    const IDS: usize = 20;
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let proxy = Proxy::to(server.port()).expect("a proxy");
+    let store = at(&format!("redis://127.0.0.1:{}", proxy.port()));
+    for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
+        let claims = |token| -> Vec<Operation> {
+            let ids = (0..IDS).map(|it| format!("{guarantee:?}-{it}"));
+            ids.map(|id| operation(&id, OperationKind::Claim, token, 0, terms(guarantee)))
+                .collect()
+        };
+        until_answered(&store, claim("connects", 1)).await;
+        let mut losses = 1;
+        proxy.inject_faults(move |request| {
+            if losses > 0 && contains(request, "Once-0") {
+                losses -= 1;
+                return RequestFault::LoseReply;
+            }
+            RequestFault::Pass
+        });
+        let lost = store.apply(&claims(1)).await;
+        assert!(
+            lost.iter()
+                .all(|it| matches!(it, Err(StoreError::Unknown(_)))),
+            "{lost:?}"
+        );
+        assert_eq!(verdicts(&store, &claims(1)).await, [GRANTED; IDS]);
+        let others = verdicts(&store, &claims(2)).await;
+        assert!(
+            others.iter().all(|it| matches!(it, Verdict::Busy { .. })),
+            "{others:?}"
+        );
+    }
+    assert_eq!(proxy.lost_replies(), 2);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,12 +1,16 @@
 //! The laws of stores, on a single server, behind Sentinels and in a Cluster; and expiries that
 //! other programs changed.
 
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use oncegate_core::marker::{
-    Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, OperationKind, Terms, Token,
-    UNRESOLVED_AT_MOST_ONCE, Verdict,
+    self, Age, Attempts, Change, Effect, Fingerprint, Guarantee, Marker, Operation, OperationKind,
+    Terms, Token, UNRESOLVED_AT_MOST_ONCE, Verdict,
 };
+use oncegate_core::{Store, StoreError};
 use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::laws;
 use oncegate_testkit::servers::{
@@ -16,6 +20,7 @@ use oncegate_testkit::servers::{
 use crate::support::{
     DONE, GRANTED, SECOND, at, claim, client, client_of, key, operation, store, terms, verdicts,
 };
+use crate::wire::has_msetex;
 
 mod standalone {
     oncegate_testkit::store_laws!(async || crate::support::store().0);
@@ -46,6 +51,120 @@ fn all_laws_hold_behind_sentinels() {
 fn all_laws_hold_in_a_cluster() {
     let servers = ClusterServers::start().expect("a Cluster");
     laws::all(async || with_own_prefix(Redis::cluster(servers.urls())));
+}
+
+/// Each handle sends a few batches over a new connection: duplicates, which most laws cause, would
+/// end the groups of claims on an older one.
+struct ManyConnections {
+    prefix: String,
+    url: String,
+    sent: Mutex<(Redis, u32)>,
+}
+
+impl ManyConnections {
+    const BATCHES_EACH: u32 = 4;
+
+    fn to(url: &str) -> Self {
+        let prefix = format!("processed:{:032x}:", Token::random().0);
+        Self {
+            sent: Mutex::new((at(url).prefix(&prefix), 0)),
+            url: url.to_owned(),
+            prefix,
+        }
+    }
+}
+
+#[async_trait]
+impl Store for ManyConnections {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let store = {
+            let mut sent = self.sent.lock().expect("no panic while it is locked");
+            if sent.1 == Self::BATCHES_EACH {
+                *sent = (at(&self.url).prefix(&self.prefix), 0);
+            }
+            sent.1 += 1;
+            sent.0.clone()
+        };
+        store.apply(operations).await
+    }
+
+    fn for_renewals(&self) -> Option<Arc<dyn Store>> {
+        let sent = self.sent.lock().expect("no panic while it is locked");
+        sent.0.for_renewals()
+    }
+}
+
+#[test]
+fn all_laws_hold_with_groups_of_claims() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    laws::all(async || ManyConnections::to(&server.url()));
+    assert_eq!(groups_sent_to(&server) > 200, has_msetex(&server));
+}
+
+fn groups_sent_to(server: &RedisServer) -> u64 {
+    let stats = server.reply("INFO commandstats").expect("a reply");
+    let calls = stats
+        .lines()
+        .find_map(|line| line.strip_prefix("cmdstat_msetex:calls="));
+    let number = calls.and_then(|it| it.split(',').next());
+    number.map_or(0, |it| it.parse().expect("a number"))
+}
+
+/// Random batches, some repeated as after a lost reply, on ids of which some are new.
+#[tokio::test]
+async fn groups_of_claims_have_the_verdicts_of_marker_apply() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let mut random = fastrand::Rng::with_seed(seed);
+    for history in 0..40 {
+        let store = ManyConnections::to(&server.url());
+        let terms = terms(match history % 2 {
+            0 => Guarantee::AtMostOnce,
+            _ => Guarantee::EffectivelyOnce,
+        });
+        let mut markers: HashMap<usize, Marker> = HashMap::new();
+        for step in 0..40 {
+            let mut ids: Vec<usize> = (step..step + 12).collect();
+            random.shuffle(&mut ids);
+            ids.truncate(random.usize(2..8));
+            if random.u8(..4) == 0 {
+                ids.push(ids[0]);
+            }
+            let mut on = |id: &usize| {
+                let kind = match random.u8(..6) {
+                    0 => OperationKind::Complete,
+                    1 => OperationKind::Clear(Effect::Nothing),
+                    _ => OperationKind::Claim,
+                };
+                operation(&format!("k{id}"), kind, random.u128(1..4), 1, terms)
+            };
+            let batch: Vec<Operation> = ids.iter().map(&mut on).collect();
+            for _ in 0..random.u8(1..3) {
+                let answers = verdicts(&store, &batch).await;
+                for ((id, operation), received) in ids.iter().zip(&batch).zip(answers) {
+                    let marker = markers.entry(*id).or_insert(Marker::Absent);
+                    let before = *marker;
+                    let (change, expected) =
+                        marker::apply(before, Age::Of(Duration::ZERO), operation);
+                    match change {
+                        Change::Keep => {}
+                        Change::Write(written, _) => *marker = written,
+                        Change::Delete => *marker = Marker::Absent,
+                    }
+                    let is_same = match (received, expected) {
+                        (Verdict::Busy { .. }, Verdict::Busy { .. }) => true,
+                        (received, expected) => received == expected,
+                    };
+                    assert!(
+                        is_same,
+                        "{received:?}, not {expected:?}: {operation:?} on {before:?} in {batch:?}"
+                    );
+                }
+            }
+        }
+    }
+    assert_eq!(groups_sent_to(&server) > 1_000, has_msetex(&server));
 }
 
 /// The rights in the book are sufficient.

@@ -161,6 +161,24 @@ const BY_VERSION: [(&str, (u32, u32), Sent, Sent); 5] = [
 
 /// How completions and clearings are sent to this server.
 fn expected(server: &RedisServer) -> (Sent, Sent) {
+    let (name, version) = release(server);
+    BY_VERSION
+        .into_iter()
+        .find(|(of, since, ..)| *of == name && version >= *since)
+        .map(|(.., completion, clearing)| (completion, clearing))
+        .expect("a supported version")
+}
+
+/// Whether the server has `MSETEX`.
+pub(crate) fn has_msetex(server: &RedisServer) -> bool {
+    match release(server) {
+        ("valkey", version) => version >= (9, 1),
+        (_, version) => version >= (8, 4),
+    }
+}
+
+/// The name and version of the server.
+fn release(server: &RedisServer) -> (&'static str, (u32, u32)) {
     let info = server.reply("INFO server").expect("a reply");
     let field = |name: &str| {
         info.lines()
@@ -173,12 +191,8 @@ fn expected(server: &RedisServer) -> (Sent, Sent) {
     let mut numbers = version
         .split('.')
         .map(|number| number.parse().expect("a number"));
-    let version: (u32, u32) = (numbers.next().expect("two"), numbers.next().expect("two"));
-    BY_VERSION
-        .into_iter()
-        .find(|(of, since, ..)| *of == name && version >= *since)
-        .map(|(.., completion, clearing)| (completion, clearing))
-        .expect("a supported version")
+    let version = (numbers.next().expect("two"), numbers.next().expect("two"));
+    (name, version)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -190,7 +204,7 @@ async fn a_message_is_two_commands_where_the_server_compares_values() {
     // Loads the script, and finds out what the server has.
     verdicts(&store, &[complete("lost", 7, 1)]).await;
     verdicts(&store, &[complete("a", 7, 1)]).await;
-    let (completion, _) = expected(&server);
+    let ((completion, _), can_group) = (expected(&server), has_msetex(&server));
     let mut monitor = Monitor::of(server.port());
 
     let batch = [
@@ -213,11 +227,17 @@ async fn a_message_is_two_commands_where_the_server_compares_values() {
         .map(String::as_str)
         .partition(|command| is_inside_script(command));
     let record = |token: u128| format!("v1 p {token:032x} 1 0 0 n 30000 600000 e -");
-    let granted = |id: &str, token| {
-        format!(
-            r#""SET" "processed:{id}" "{}" "NX" "GET" "PX" "600000""#,
-            record(token)
-        )
+    let granted = if can_group {
+        let [d, e] = [8, 9].map(record);
+        vec![format!(
+            r#""MSETEX" "2" "processed:d" "{d}" "processed:e" "{e}" "NX" "PX" "600000""#
+        )]
+    } else {
+        let single = |(id, token)| {
+            let record = record(token);
+            format!(r#""SET" "processed:{id}" "{record}" "NX" "GET" "PX" "600000""#)
+        };
+        [("d", 8), ("e", 9)].map(single).to_vec()
     };
     match completion {
         Sent::SetIfEq => {
@@ -228,10 +248,8 @@ async fn a_message_is_two_commands_where_the_server_compares_values() {
                 )
             };
             assert_eq!(inside, Vec::<&str>::new());
-            assert_eq!(
-                own,
-                [done("b"), done("c"), granted("d", 8), granted("e", 9)]
-            );
+            assert_eq!(own[..2], [done("b"), done("c")]);
+            assert_eq!(own[2..], granted);
         }
         _ => {
             assert_eq!(own.len(), 3, "{sent:?}");
@@ -246,7 +264,7 @@ async fn a_message_is_two_commands_where_the_server_compares_values() {
                     && own[0].contains(r#""2" "processed:b" "processed:c""#),
                 "{own:?}"
             );
-            assert_eq!(own[1..], [granted("d", 8), granted("e", 9)]);
+            assert_eq!(own[1..], granted);
         }
     }
 
@@ -364,6 +382,7 @@ async fn a_cluster_gets_commands_instead_of_scripts_also_after_a_failover() {
         assert_eq!(answers, vec![Verdict::Applied; COUNT]);
 
         let sent: Vec<String> = monitors.iter_mut().flat_map(Monitor::commands).collect();
+        assert!(!sent.iter().any(|command| command.contains("MSETEX")));
         let number = |what: &str| {
             let matching = sent.iter().filter(|command| command.contains(what));
             matching.count()
@@ -408,6 +427,103 @@ async fn the_script_replaces_commands_that_are_not_permitted() {
         )
         .await;
         assert_eq!(answers, [GRANTED, GRANTED, DONE, Verdict::Applied]);
+    }
+}
+
+/// The number of claims in the batches of the next tests.
+const BATCH: usize = 50;
+
+fn claims(purpose: &str) -> Vec<Operation> {
+    let ids = (0..BATCH).map(|it| claim(&format!("{purpose}-{it}"), 7));
+    ids.collect()
+}
+
+/// If one id of a group has a marker, each is claimed singly; after many, so are the next batches.
+#[tokio::test(flavor = "multi_thread")]
+async fn new_ids_are_claimed_by_one_command_where_the_server_has_it() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    let all_granted = vec![GRANTED; BATCH];
+    verdicts(&store, &claims("finds out what the server has")).await;
+    let ids = (0..BATCH).map(|it| format!("done-{it}"));
+    let (done, duplicates): (Vec<Operation>, Vec<Operation>) =
+        ids.map(|id| (complete(&id, 7, 1), claim(&id, 8))).unzip();
+    verdicts(&store, &done).await;
+    let can_group = has_msetex(&server);
+    let mut monitor = Monitor::of(server.port());
+    let mut is_sent_by = |groups: usize, singles: usize| {
+        let expected = if can_group {
+            (groups, singles)
+        } else {
+            (0, BATCH)
+        };
+        let sent = monitor.commands();
+        let number = |name: &str| sent.iter().filter(|it| it.starts_with(name)).count();
+        let counted = (number("\"MSETEX\""), number("\"SET\""));
+        assert_eq!(counted, expected, "{sent:?}");
+        assert_eq!(counted.0 + counted.1, sent.len(), "{sent:?}");
+    };
+    assert_eq!(verdicts(&store, &claims("new")).await, all_granted);
+    is_sent_by(1, 0);
+
+    let mut one_duplicate = claims("more");
+    one_duplicate[20] = claim("done-20", 8);
+    let mut answers = verdicts(&store, &one_duplicate).await;
+    assert_eq!(answers.remove(20), Verdict::Duplicate);
+    assert_eq!(answers, all_granted[1..]);
+    is_sent_by(1, BATCH);
+    assert_eq!(verdicts(&store, &claims("next")).await, all_granted);
+    is_sent_by(1, 0);
+
+    let all_duplicates = vec![Verdict::Duplicate; BATCH];
+    assert_eq!(verdicts(&store, &duplicates).await, all_duplicates);
+    is_sent_by(1, BATCH);
+    assert_eq!(verdicts(&store, &duplicates).await, all_duplicates);
+    is_sent_by(0, BATCH);
+    assert_eq!(verdicts(&store, &claims("last")).await, all_granted);
+    is_sent_by(0, BATCH);
+}
+
+/// `MSETEX` sets the last of several values for one key, and would grant all of its claims.
+#[tokio::test(flavor = "multi_thread")]
+async fn of_two_claims_of_one_id_in_a_batch_of_new_ids_the_first_is_granted() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    verdicts(&store, &claims("finds out what the server has")).await;
+    let mut batch = claims("new");
+    batch[20] = claim("new-10", 8);
+    let mut answers = verdicts(&store, &batch).await;
+    let second = answers.remove(20);
+    assert!(matches!(second, Verdict::Busy { .. }), "{second:?}");
+    assert_eq!(answers, vec![GRANTED; BATCH - 1]);
+    assert_eq!(verdicts(&store, &[complete("new-10", 7, 1)]).await, [DONE]);
+}
+
+/// A server that does not have the command logs one error per connection.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_group_of_claims_finds_out_whether_the_server_has_the_command() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let store = at(&server.url());
+    let errors = || -> u32 {
+        let stats = server.reply("INFO errorstats").expect("a reply");
+        let mut counts = stats
+            .lines()
+            .filter_map(|line| line.strip_prefix("errorstat_ERR:count="));
+        counts
+            .next()
+            .map_or(0, |it| it.trim().parse().expect("a number"))
+    };
+    for connection in ["first", "second"] {
+        until_answered(&store, claim(connection, 7)).await;
+        let before = errors();
+        let [a, b, c] = ["a", "b", "c"].map(|it| claims(&format!("{connection}-{it}")));
+        for ids in [[a, b].concat(), c] {
+            assert_eq!(verdicts(&store, &ids).await, vec![GRANTED; ids.len()]);
+        }
+        assert_eq!(errors() - before, u32::from(!has_msetex(&server)));
+        server
+            .command("CLIENT KILL TYPE normal SKIPME yes")
+            .expect("a reply");
     }
 }
 
