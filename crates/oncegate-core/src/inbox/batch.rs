@@ -28,8 +28,8 @@ use crate::run_context::RunContext;
 /// messages of a third collect.
 const BATCHES_AT_ONCE: usize = 2;
 
-/// The maximum size of [`InBatches::cut_short`].
-const MAX_CUT_SHORT: usize = 10_000;
+/// The maximum size of [`InBatches::excluded`].
+const MAX_EXCLUDED: usize = 10_000;
 
 /// What follows for the messages of a batch that was rolled back, as the log says it.
 const HANDLED_ALONE: &str = "its messages are handled in transactions of their own";
@@ -105,7 +105,7 @@ pub struct InBatches<H: BatchTransactionalHandler<I>, I: Inbox> {
     /// The keys of messages whose own transaction, after a failed batch, was cut off by the handler
     /// timeout. Their runs join no batch, so they have the whole timeout, until one of them ends
     /// before it.
-    cut_short: Lock<HashSet<Key>>,
+    excluded: Lock<HashSet<Key>>,
     failure_log: Lock<LogThrottle>,
 }
 
@@ -137,7 +137,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
             waiting: Lock::default(),
             batches: Semaphore::new(BATCHES_AT_ONCE.min(transactions)),
             transactions: Semaphore::new(transactions),
-            cut_short: Lock::default(),
+            excluded: Lock::default(),
             failure_log: Lock::new(LogThrottle::every(LOG_INTERVAL)),
         }
     }
@@ -154,14 +154,14 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
     }
 
     /// Remembers messages whose next run must join no batch.
-    fn remember_as_cut_short<'a>(&self, claims: impl IntoIterator<Item = &'a Operation>) {
-        let mut cut_short = self.cut_short.lock();
+    fn exclude<'a>(&self, claims: impl IntoIterator<Item = &'a Operation>) {
+        let mut excluded = self.excluded.lock();
         // Entries accumulate only for messages that were rejected, or that other processes have
         // handled since.
-        if cut_short.len() >= MAX_CUT_SHORT {
-            cut_short.clear();
+        if excluded.len() >= MAX_EXCLUDED {
+            excluded.clear();
         }
-        cut_short.extend(claims.into_iter().map(|claim| claim.key.clone()));
+        excluded.extend(claims.into_iter().map(|claim| claim.key.clone()));
     }
 
     fn log_failure(&self, error: &dyn std::fmt::Display, messages: usize, follows: &str) {
@@ -192,7 +192,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
 
     /// Handles a message in a transaction of its own. Its later runs join batches again, unless the
     /// handler timeout ends this one.
-    async fn run_cut_short(
+    async fn run_excluded(
         &self,
         item: BatchItem<H::Payload>,
         claim: &Operation,
@@ -200,7 +200,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
     ) -> Result<(), Failure> {
         let result = self.run_alone(item, claim, run).await;
         if !is_unavailable(&result) {
-            self.cut_short.lock().remove(&claim.key);
+            self.excluded.lock().remove(&claim.key);
         }
         result
     }
@@ -259,7 +259,7 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
                 };
                 // The rollback waits for a statement that still runs. If the runs time out before
                 // its end, their next runs join no batch.
-                self.remember_as_cut_short(&claims);
+                self.exclude(&claims);
                 fault::point("inbox.batch.rollback.before");
                 let rolled_back = self.inbox.rollback(transaction).await;
                 fault::point("inbox.batch.rollback.after");
@@ -333,8 +333,8 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         claim: &Operation,
         run: &RunContext,
     ) -> Result<(), Failure> {
-        if self.cut_short.lock().contains(&claim.key) {
-            return self.run_cut_short(item, claim, run).await;
+        if self.excluded.lock().contains(&claim.key) {
+            return self.run_excluded(item, claim, run).await;
         }
         let (end, mut ended) = oneshot::channel();
         self.waiting.lock().push(WaitingRun {
@@ -366,11 +366,11 @@ impl<H: BatchTransactionalHandler<I>, I: Inbox> InBatches<H, I> {
         match end {
             Ok(BatchEnd::Run(result)) => result,
             Ok(BatchEnd::Alone(item)) => {
-                if !self.cut_short.lock().contains(&claim.key) {
-                    self.remember_as_cut_short([claim]);
+                if !self.excluded.lock().contains(&claim.key) {
+                    self.exclude([claim]);
                 }
                 run.set_timeout_shared();
-                self.run_cut_short(item, claim, run).await
+                self.run_excluded(item, claim, run).await
             }
             // The run that led the batch was dropped, and with it the transaction.
             Err(_) => Err(InboxUnavailable::failure(
