@@ -89,7 +89,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                 return (Outcome::Done, None);
             };
             let outcome = match &failure {
-                // No error of the message: its dead letter would have it as the first one.
+                // No failure: an error here would become the first error of a dead letter.
                 Failure::Retry(cause) if cause.is::<RecordFound>() => {
                     return (Outcome::Recorded, None);
                 }

@@ -13,8 +13,8 @@ use crate::marker::OperationKind;
 use crate::message::{Message, Position};
 use crate::source::Delivery;
 
-/// The W3C Trace Context header with the trace of a message. Dead letters and delayed copies keep
-/// it, as they keep all headers that are not reserved.
+/// The W3C Trace Context header with the trace of a message. Dead letters and delayed copies
+/// keep it.
 const TRACEPARENT: &str = "traceparent";
 
 /// The length of `version-trace-span-flags`: 2, 32, 16 and 2 hex digits, and three hyphens.

@@ -173,8 +173,7 @@ fn has_other_body(message: &DeadLetter, marker: &Marker) -> bool {
         && fingerprint.is_some_and(|it| it != Fingerprint::of(message.bytes()))
 }
 
-/// Plans the copy of a message from its marker; `None` if no store is configured or the message has
-/// no id.
+/// Plans the copy of a message from its marker; `seen` is `None` without a store or an id.
 ///
 /// # Errors
 /// No copy may be sent; the text has the reason. The message stays in its destination.
@@ -235,7 +234,7 @@ pub(crate) fn plan_for_state(
             "its id was used for another body, which may have been handled; select it with --id to send it anyway",
         ),
         MarkerState::Rejected => Ok(NEW_COPY),
-        // The effect stays unknown, so that a consumer with `AtMostOnce` finds the id in doubt and
+        // An unknown effect stays unknown, so that a consumer with `AtMostOnce` finds the id in doubt and
         // reconciles it.
         MarkerState::Cleared | MarkerState::Lapsed => Ok(CopyPlan {
             age: CopyAge::New,

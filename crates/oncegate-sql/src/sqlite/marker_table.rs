@@ -1,5 +1,5 @@
-//! Reads and writes markers as rows of `oncegate_recent_markers` and `oncegate_merged_markers`, and applies
-//! operations to them.
+//! Reads and writes markers in the two tables that [`recent`](super::recent) describes, and applies operations to
+//! them.
 
 use std::time::Duration;
 
@@ -170,8 +170,8 @@ impl<'transaction> MarkerTable<'transaction> {
         })
     }
 
-    /// The number of the recent row of a key, or the number for a new one; `None` if the row is, or
-    /// is to be written, in `oncegate_merged_markers`.
+    /// The number of the recent row of a key, or the number for a new one; `None` if the row is
+    /// to be written to `oncegate_merged_markers`.
     fn recent_number(&mut self, key: &Key) -> Option<i64> {
         let key = key.as_str();
         match self.recent.number(key) {
