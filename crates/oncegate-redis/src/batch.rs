@@ -149,11 +149,17 @@ type RoutedCommand = (BatchCommand, CommandTarget);
 
 impl OperationBatch<'_> {
     /// Plans the commands of the unanswered operations of a round: script calls, then single commands
-    /// and claims. Several claims of one key are sent singly, so that only the first is granted.
+    /// and claims. Only claims of effectively once are grouped, and several claims of one key are sent
+    /// singly, so that only the first is granted.
     fn plan(&self, round: &OperationRound) -> Vec<RoutedCommand> {
         let mut calls = Vec::new();
         let mut singles = Vec::with_capacity(round.operations.len());
-        let can_group = matches!(self.router, Router::Single(_)) && !round.has_repeated_key;
+        // A server replicates `MSETEX` as it is, and a replica of a release without it confirms the claims
+        // and skips them. After a failover to that replica they would be granted again, and no loss
+        // would be detected.
+        let can_group = matches!(self.router, Router::Single(_))
+            && self.durability == Durability::Primary
+            && !round.has_repeated_key;
         for &index in &round.operations {
             if self.answers[index].is_some() {
                 continue;
@@ -167,7 +173,7 @@ impl OperationBatch<'_> {
                 (Guarantee::Bare, _) => {
                     singles.push((BatchCommand::BareDelete(index), CommandTarget::Owner))
                 }
-                (_, OperationKind::Claim) if can_group => {
+                (Guarantee::EffectivelyOnce, OperationKind::Claim) if can_group => {
                     self.add_to_call(&mut singles, index, BatchCommand::Undecided)
                 }
                 (_, OperationKind::Claim) => {

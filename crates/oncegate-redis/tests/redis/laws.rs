@@ -101,7 +101,7 @@ fn all_laws_hold_with_groups_of_claims() {
     assert_eq!(groups_sent_to(&server) > 200, has_msetex(&server));
 }
 
-fn groups_sent_to(server: &RedisServer) -> u64 {
+pub(crate) fn groups_sent_to(server: &RedisServer) -> u64 {
     let stats = server.reply("INFO commandstats").expect("a reply");
     let calls = stats
         .lines()
@@ -164,7 +164,7 @@ async fn groups_of_claims_have_the_verdicts_of_marker_apply() {
             }
         }
     }
-    assert_eq!(groups_sent_to(&server) > 1_000, has_msetex(&server));
+    assert_eq!(groups_sent_to(&server) > 500, has_msetex(&server));
 }
 
 /// The rights in the book are sufficient.

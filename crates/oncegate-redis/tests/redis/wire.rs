@@ -6,9 +6,10 @@ use std::net::{Ipv4Addr, TcpStream};
 use oncegate_core::marker::{
     Effect, Finding, Guarantee, Marker, Operation, OperationKind, Terms, Verdict,
 };
-use oncegate_redis::Redis;
+use oncegate_redis::{Durability, Redis};
 use oncegate_testkit::servers::{ClusterServers, RedisOptions, RedisServer};
 
+use crate::laws::groups_sent_to;
 use crate::sentinel_and_cluster::until_answered;
 use crate::support::{DONE, GRANTED, SECOND, at, claim, complete, operation, terms, verdicts};
 
@@ -482,6 +483,31 @@ async fn new_ids_are_claimed_by_one_command_where_the_server_has_it() {
     is_sent_by(0, BATCH);
     assert_eq!(verdicts(&store, &claims("last")).await, all_granted);
     is_sent_by(0, BATCH);
+}
+
+/// A replica of an older release skips an `MSETEX`, and confirms it.
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_of_at_most_once_or_with_replicas_are_single() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    let strict = |batch: &str| -> Vec<Operation> {
+        let strict = |claim| Operation {
+            terms: terms(Guarantee::AtMostOnce),
+            ..claim
+        };
+        claims(batch).into_iter().map(strict).collect()
+    };
+    let store = at(&server.url());
+    for batch in ["first", "second"] {
+        let granted = verdicts(&store, &strict(batch)).await;
+        assert_eq!(granted, vec![GRANTED; BATCH]);
+    }
+    let replicas = Durability::Replicas {
+        count: 1,
+        timeout: SECOND / 100,
+    };
+    let store = at(&server.url()).durability(replicas);
+    let _ = store.apply(&claims("third")).await; // no replica confirms it
+    assert_eq!(groups_sent_to(&server), 0);
 }
 
 /// `MSETEX` sets the last of several values for one key, and would grant all of its claims.
