@@ -79,7 +79,7 @@ pub(crate) fn check(found: SchemaVersion) -> Result<(), StoreFailure> {
     let remedy = match found {
         SchemaVersion::Found(VERSION) => return Ok(()),
         SchemaVersion::Missing => {
-            "the tables of oncegate do not exist, or not all of them, in the search_path of this user: create them with \
+            "oncegate_markers or another table of oncegate does not exist in the search_path of this user: create them with \
              Postgres::create_tables or Postgres::migrate"
                 .to_owned()
         }
