@@ -17,6 +17,7 @@
 //! 6. No reference to a whole native message is created: fields are read one by one, and the error code
 //!    as [`error_code`] describes.
 
+mod commit_result;
 mod error_code;
 mod log_queue;
 
@@ -34,6 +35,7 @@ use rdkafka::error::RDKafkaErrorCode;
 use rdkafka::message::BorrowedMessage;
 use rdkafka::types::RDKafkaRespErr;
 
+pub(super) use self::commit_result::commit;
 use self::log_queue::LogQueue;
 
 /// Maximum number of messages per read.

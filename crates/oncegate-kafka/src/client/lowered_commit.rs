@@ -10,8 +10,9 @@
 //! - *May be removed* when librdkafka commits each changed offset.
 
 use oncegate_core::internal::fault;
-use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
+use rdkafka::consumer::{BaseConsumer, ConsumerContext};
 
+use super::batch;
 use super::commits::partition_list;
 use super::log::log_error;
 use crate::partition::OffsetCommitMode;
@@ -31,7 +32,7 @@ pub(super) fn commit_at_once<C: ConsumerContext>(
     if sent.count() > 0 {
         log_error(
             "cannot commit offsets; the commit is repeated; check the group coordinator",
-            consumer.commit(&sent, CommitMode::Async),
+            batch::commit(consumer, &sent),
         );
         fault::point("kafka.commit.sent");
     }

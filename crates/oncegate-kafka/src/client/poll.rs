@@ -322,8 +322,10 @@ impl Drop for EndGuard {
 #[cfg(test)]
 mod tests {
     use oncegate_core::{Incoming, Limit};
+    use rdkafka::consumer::{BaseConsumer, CommitMode};
     use rdkafka::mocking::MockCluster;
     use rdkafka::producer::{BaseProducer, BaseRecord, Producer};
+    use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
     use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
@@ -379,6 +381,46 @@ mod tests {
             .client
             .suspect_lost_metadata(again, Instant::now());
         until(&|| shared.lock().client.needs_replacement());
+    }
+
+    /// librdkafka does not repeat a commit that the coordinator refused, and stored offsets below the
+    /// committed one are never committed.
+    #[test]
+    fn a_lower_commit_that_fails_is_reported_and_repeated() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 1, 1).expect("a topic");
+        let brokers = cluster.bootstrap_servers();
+        let mut config = rdkafka::ClientConfig::new();
+        config
+            .set("bootstrap.servers", &brokers)
+            .set("group.id", "g");
+        let producer: BaseProducer = config.create().expect("a producer");
+        producer
+            .send(BaseRecord::<(), str>::to("t").payload("x"))
+            .expect("room");
+        producer.flush(BOUND).expect("sent");
+        let offset_at = |offset| {
+            let mut list = TopicPartitionList::new();
+            list.add_partition_offset("t", 0, Offset::Offset(offset))
+                .expect("an offset");
+            list
+        };
+        let before: BaseConsumer = config.create().expect("a consumer");
+        let committed = before.commit(&offset_at(50), CommitMode::Sync);
+        committed.expect("committed");
+
+        let kafka = Kafka::topic("t").brokers(&brokers).group("g");
+        let (shared, consumer) = client(&kafka);
+        let refused = RDKafkaRespErr::RD_KAFKA_RESP_ERR_GROUP_AUTHORIZATION_FAILED;
+        cluster.request_errors(RDKafkaApiKey::OffsetCommit, &[refused]);
+        // Less than the time after which a commit without a result is repeated.
+        let end = Instant::now() + Duration::from_secs(25);
+        while consumer.committed_offsets(offset_at(0), BOUND) != Ok(offset_at(0)) {
+            assert!(Instant::now() < end, "nothing lower was committed in time");
+            serve(&consumer);
+            consumer.context().read_batch(TURN);
+            commits::store(&consumer, &shared);
+        }
     }
 
     /// A client whose topic was recreated on the same cluster is not replaced.

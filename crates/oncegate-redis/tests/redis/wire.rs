@@ -506,7 +506,7 @@ async fn claims_of_at_most_once_or_with_replicas_are_single() {
         timeout: SECOND / 100,
     };
     let store = at(&server.url()).durability(replicas);
-    let _ = store.apply(&claims("third")).await; // no replica confirms it
+    let _ = oncegate_core::Store::apply(&store, &claims("third")).await; // no replica confirms it
     assert_eq!(groups_sent_to(&server), 0);
 }
 
