@@ -52,11 +52,13 @@ pub(crate) async fn raw(url: &str) -> PgConnection {
 pub(crate) async fn terminate_sessions(url: &str, is_over: impl Fn() -> bool) -> usize {
     let mut operator = raw(url).await;
     let mut terminated = 0;
+    let mut words = ["COMMIT", "ledger", "oncegate_markers", "BEGIN"]
+        .into_iter()
+        .cycle();
     while !is_over() {
         let some = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity
             WHERE datname = current_database() AND pid <> pg_backend_pid() AND state <> 'idle' AND query LIKE '%' || $1 || '%'";
-        let word = ["COMMIT", "ledger", "oncegate_markers", "BEGIN"][terminated % 4];
-        let ended = query(some).bind(word).execute(&mut operator).await;
+        let ended = query(some).bind(words.next()).execute(&mut operator).await;
         terminated += usize::try_from(ended.expect("terminated").rows_affected()).expect("few");
         tokio::time::sleep(SECOND / 50).await;
     }
