@@ -198,7 +198,7 @@ enum PositionTrust {
 #[cfg_attr(test, derive(Hash))]
 enum NextCommit {
     Immediate,
-    /// Immediate from this time on; stored until then.
+    /// Immediate from this time on, or when the partition is revoked; stored until then.
     ImmediateFrom(Instant),
     Stored,
 }
@@ -489,7 +489,11 @@ impl Partition {
         }
         let mode = match self.next_commit {
             NextCommit::Immediate => OffsetCommitMode::Immediate,
-            NextCommit::ImmediateFrom(time) if time <= now => OffsetCommitMode::Immediate,
+            NextCommit::ImmediateFrom(time)
+                if time <= now || self.state == AssignmentState::Revoking =>
+            {
+                OffsetCommitMode::Immediate
+            }
             _ if self.last_commit >= Some(offset) => return PartitionAction::Nothing,
             _ => OffsetCommitMode::Stored,
         };

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
-use oncegate_core::internal::Lock;
 use oncegate_core::internal::fault;
+use oncegate_core::internal::{Lock, LogThrottle};
 use rdkafka::client::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, ConsumerContext};
@@ -17,10 +17,13 @@ use rdkafka::types::RDKafkaRespErr;
 use super::batch::MessageQueue;
 use super::connection_errors::ConnectionErrors;
 use super::topic_ids::TopicIds;
-use super::{error, log, missing_topic_log, statistics};
+use super::{error, log, missing_topic_log, missing_topics, statistics};
 use crate::partition::PartitionEvent;
 use crate::settings::{Kafka, OutOfRange, StartAt};
 use crate::shared::SharedState;
+
+/// How often failed commits are logged: they are repeated every second.
+const COMMIT_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A librdkafka consumer that is a member of the consumer group.
 pub(crate) type GroupConsumer = BaseConsumer<CallbackContext>;
@@ -46,6 +49,8 @@ pub(crate) struct CallbackContext {
     /// group is joined (`super::topics`) takes it.
     last_error: Lock<Option<(RDKafkaErrorCode, String)>>,
     pub(super) connection_errors: Arc<ConnectionErrors>,
+    /// The throttle of the lines about failed commits.
+    commit_log: Lock<LogThrottle>,
     /// Set once another client replaces this one. From then on, the statistics of this client are
     /// ignored, and a revocation only unassigns its partitions.
     pub(super) is_replaced: AtomicBool,
@@ -68,6 +73,7 @@ impl CallbackContext {
             queue: Lock::default(),
             last_error: Lock::default(),
             connection_errors,
+            commit_log: Lock::new(LogThrottle::every(COMMIT_LOG_INTERVAL)),
             is_replaced: AtomicBool::new(false),
         }
     }
@@ -192,21 +198,34 @@ impl ConsumerContext for CallbackContext {
             |it: &TopicPartitionListElem<'_>| commit_error.clone().or_else(|| it.error().err());
         let (mut failures, mut state) = (Vec::new(), self.shared.lock());
         for it in offsets.elements() {
-            match (error_of(&it), it.offset()) {
-                (Some(error), _) => {
+            let Offset::Offset(offset) = it.offset() else {
+                continue;
+            };
+            match error_of(&it) {
+                // The watching thread looks the topics up, and logs a missing one with the remedy.
+                Some(error)
+                    if error
+                        .rdkafka_error_code()
+                        .is_some_and(missing_topics::is_missing) =>
+                {
+                    state.client.suspect_missing_topic(true);
+                    state.retry_commit(it.topic(), it.partition());
+                }
+                Some(error) => {
                     state.retry_commit(it.topic(), it.partition());
                     failures.push((error, it));
                 }
-                (None, Offset::Offset(offset)) => {
+                None => {
                     let event = PartitionEvent::CommitConfirmed(offset);
                     state.apply(it.topic(), it.partition(), event);
                 }
-                (None, _) => {}
             }
         }
         drop(state);
-        if let Some((error, it)) = failures.first() {
-            tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failures.len(), group = self.group, "offset commit failed, retrying; messages settled since the last commit are redelivered if the consumer stops before a commit succeeds; check the group coordinator");
+        if let Some((error, it)) = failures.first()
+            && let Some(suppressed_lines) = self.commit_log.lock().due(Instant::now())
+        {
+            tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failures.len(), group = self.group, suppressed_lines, "offset commit failed, retrying; messages settled since the last commit are redelivered if the consumer stops before a commit succeeds; check the group coordinator");
         }
     }
 }

@@ -413,8 +413,18 @@ mod tests {
         let (shared, consumer) = client(&kafka);
         let refused = RDKafkaRespErr::RD_KAFKA_RESP_ERR_GROUP_AUTHORIZATION_FAILED;
         cluster.request_errors(RDKafkaApiKey::OffsetCommit, &[refused]);
+        let mut end = Instant::now() + BOUND;
+        let is_read = || {
+            let positions = shared.lock().read_positions();
+            positions.iter().any(|(.., position)| *position == Some(1))
+        };
+        while !is_read() {
+            assert!(Instant::now() < end, "the message was not read in time");
+            serve(&consumer);
+            consumer.context().read_batch(TURN);
+        }
         // Less than the time after which a commit without a result is repeated.
-        let end = Instant::now() + Duration::from_secs(25);
+        end = Instant::now() + Duration::from_secs(25);
         while consumer.committed_offsets(offset_at(0), BOUND) != Ok(offset_at(0)) {
             assert!(Instant::now() < end, "nothing lower was committed in time");
             serve(&consumer);

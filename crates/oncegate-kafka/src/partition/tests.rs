@@ -115,6 +115,16 @@ fn a_failed_commit_is_repeated_after_a_pause() {
 }
 
 #[test]
+fn a_failed_commit_is_repeated_at_once_when_the_partition_is_revoked() {
+    let (mut partition, now) = (Partition::delivered([7, 8]), Instant::now());
+    assert_eq!(partition.commit_at(now), Some((7, Immediate)));
+    let retry_at = now + Duration::from_secs(1);
+    partition.apply(E::CommitFailed { retry_at });
+    partition.apply(E::Revoked);
+    assert_eq!(partition.commit_at(now), Some((7, Immediate)));
+}
+
+#[test]
 fn an_immediate_commit_is_repeated_until_the_broker_confirms_it() {
     let (mut partition, now) = (Partition::delivered([7, 8]), Instant::now());
     assert_eq!(partition.commit_at(now), Some((7, Immediate)));
