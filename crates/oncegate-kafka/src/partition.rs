@@ -499,7 +499,11 @@ impl Partition {
         };
         if mode == OffsetCommitMode::Immediate {
             // Until the broker confirms it: librdkafka need not report a request that it has lost.
-            self.next_commit = NextCommit::ImmediateFrom(now + UNCONFIRMED_COMMIT_TIMEOUT);
+            // After a revocation no commit follows.
+            self.next_commit = match self.state {
+                AssignmentState::Revoking => NextCommit::Stored,
+                _ => NextCommit::ImmediateFrom(now + UNCONFIRMED_COMMIT_TIMEOUT),
+            };
         }
         self.last_commit = Some(offset);
         PartitionAction::Commit { offset, mode }
