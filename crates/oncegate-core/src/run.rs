@@ -89,7 +89,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                 return (Outcome::Done, None);
             };
             let outcome = match &failure {
-                // No failure: an error here would become the first error of a dead letter.
+                // Without an error, which would become the first error of a dead letter.
                 Failure::Retry(cause) if cause.is::<RecordFound>() => {
                     return (Outcome::Recorded, None);
                 }

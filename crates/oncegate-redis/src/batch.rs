@@ -526,7 +526,8 @@ impl OperationBatch<'_> {
                     self.answers[index] = Some(Ok(Verdict::Granted(Attempts::new(1))));
                 }
             }
-            // No key was set, or, after a lost reply, all were: the single claim recognises its token.
+            // Refused, or failed. After a lost reply all keys are set: the single claims recognise their
+            // tokens.
             (BatchCommand::ClaimGroup(group), _) => {
                 let claims = group.into_iter().map(BatchCommand::Claim);
                 follow_up.extend(claims.map(|claim| (claim, CommandTarget::Owner)));

@@ -1,7 +1,7 @@
 //! The Redis store of oncegate: [`Redis::at`] for a single server, [`Redis::sentinel`] for a primary
 //! that Sentinels monitor, [`Redis::cluster`] for a Cluster; Redis 7.0 or newer.
 //!
-//! A claim is one `SET … NX GET PX`; a single server that has `MSETEX` gets one for many claims. The
+//! A claim is one `SET … NX GET PX`; outside of a Cluster, many may be one `MSETEX`. The
 //! completions of many ids are one script call in the same pipeline, or one `SET … IFEQ` each where
 //! the server has that option. The script implements [`oncegate_core::marker::apply`] and uses the
 //! server's clock.

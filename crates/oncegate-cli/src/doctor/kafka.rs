@@ -102,7 +102,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
                 findings.warning(
                     code,
                     format!("Kafka topic {name}"),
-                    "it does not exist; a consumer creates it only when it starts (kafka.create-partitions), so one that runs cannot dead-letter",
+                    "it does not exist; a consumer creates it only when it starts (kafka.create-partitions), so one that runs cannot send to it",
                     "start the consumer, or restart it; if it has created its topics, check that the names under [kafka] are those of the consumer",
                 );
             }

@@ -88,7 +88,7 @@ fn every_finding_has_a_test() {
     );
 }
 
-/// A file system of this size, which only the command sees.
+/// Each file system is mounted for the command only, which needs root.
 #[test]
 fn finds_a_full_disk() {
     let cli = TestCli::at("redis://127.0.0.1:1");

@@ -303,18 +303,17 @@ impl Logs {
         if let Some(suppressed_lines) = self.due(LogKind::HandlerDropped) {
             let (id, origin) = id_and_origin(entry);
             let attempt = entry.attempt();
-            macro_rules! warn {
-                ($text:literal) => {
-                    tracing::warn!(id, attempt, %origin, suppressed_lines, $text)
-                };
-            }
-            if self.in_transactions {
-                warn!(
-                    "handler dropped at the end of the drain timeout, its transaction is rolled back unless its commit had begun"
-                );
-            } else {
-                warn!("handler dropped at the end of the drain timeout, its outcome is unknown");
-            }
+            let follows = match self.in_transactions {
+                true => "its transaction is rolled back unless its commit had begun",
+                false => "its outcome is unknown",
+            };
+            tracing::warn!(
+                id,
+                attempt,
+                %origin,
+                suppressed_lines,
+                "handler dropped at the end of the drain timeout, {follows}"
+            );
         }
     }
 

@@ -31,7 +31,7 @@ const BATCHES_AT_ONCE: usize = 2;
 /// The maximum size of [`InBatches::excluded`].
 const MAX_EXCLUDED: usize = 10_000;
 
-/// What follows for the messages of a batch that was rolled back, as the log says it.
+/// What the log says of the messages of a batch that did not begin or was rolled back.
 const HANDLED_ALONE: &str = "its messages are handled in transactions of their own";
 
 /// How often the failure of a batch is logged.

@@ -51,15 +51,6 @@ where
     }
 }
 
-impl<F: Clone, P> Clone for TransactionalFn<F, P> {
-    fn clone(&self) -> Self {
-        Self {
-            function: self.function.clone(),
-            payload: PhantomData,
-        }
-    }
-}
-
 impl<F, P> fmt::Debug for TransactionalFn<F, P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TransactionalFn").finish_non_exhaustive()

@@ -66,7 +66,7 @@ impl Lookups {
     fn begin_run(&self, key: Key) {
         let mut runs = self.runs.lock();
         if runs.len() >= MAX_RUNS {
-            // Of messages that other processes have handled since.
+            // Entries accumulate only for messages that other processes have handled since.
             runs.clear();
             self.begin_again();
         }

@@ -202,18 +202,16 @@ impl ConsumerContext for CallbackContext {
                 continue;
             };
             match error_of(&it) {
-                // The watching thread looks the topics up, and logs a missing one with the remedy.
-                Some(error)
-                    if error
-                        .rdkafka_error_code()
-                        .is_some_and(missing_topics::is_missing) =>
-                {
-                    state.client.suspect_missing_topic(true);
-                    state.retry_commit(it.topic(), it.partition());
-                }
                 Some(error) => {
                     state.retry_commit(it.topic(), it.partition());
-                    failures.push((error, it));
+                    let code = error.rdkafka_error_code();
+                    if code.is_some_and(missing_topics::is_missing) {
+                        // The watching thread looks the topics up, and logs a missing one with the
+                        // remedy.
+                        state.client.suspect_missing_topic(true);
+                    } else {
+                        failures.push((error, it));
+                    }
                 }
                 None => {
                     let event = PartitionEvent::CommitConfirmed(offset);

@@ -50,7 +50,7 @@ async fn finds_missing_topics() {
     assert_broker_findings(&cli, &not_created);
     cli.run(&["doctor"])
         .exits_with(1)
-        .prints("one that runs cannot dead-letter");
+        .prints("one that runs cannot send to it");
     cli.write(
         "oncegate.toml",
         "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\n",
