@@ -139,7 +139,8 @@ impl Sqlite {
     /// space, and its write-ahead log alone may need 16 MB.
     pub fn free_space(path: impl AsRef<Path>) -> Option<u64> {
         let system = rustix::fs::statvfs(path.as_ref()).ok()?;
-        Some(system.f_bavail.saturating_mul(system.f_frsize))
+        // Some network file systems report no size.
+        (system.f_blocks > 0).then_some(system.f_bavail.saturating_mul(system.f_frsize))
     }
 
     fn with_config(config: FileConfig, timeout: Duration) -> Self {

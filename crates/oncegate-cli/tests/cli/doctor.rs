@@ -103,7 +103,8 @@ fn finds_a_full_disk() {
             .args(["doctor", "--json"])
             .current_dir(cli.path("."))
             .output()
-            .expect("unshare, as root");
+            .expect("unshare");
+        assert!(output.stderr.is_empty(), "needs root: {output:?}");
         let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
         let full = |it: &&Value| it["code"] == "store-disk-full";
         let found = found["findings"].as_array().expect("findings");

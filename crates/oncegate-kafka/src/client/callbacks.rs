@@ -209,6 +209,7 @@ impl ConsumerContext for CallbackContext {
                         // The watching thread looks the topics up, and logs a missing one with the
                         // remedy.
                         state.client.suspect_missing_topic(true);
+                        tracing::debug!(%error, topic = it.topic(), partition = it.partition(), "offset commit failed, a topic may be missing");
                     } else {
                         failures.push((error, it));
                     }

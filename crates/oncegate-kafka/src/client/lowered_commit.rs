@@ -31,7 +31,7 @@ pub(super) fn commit_at_once<C: ConsumerContext>(
     );
     if sent.count() > 0 {
         log_error(
-            "cannot commit offsets; the commit is repeated; check the group coordinator",
+            "cannot commit offsets; the commit is repeated unless the partition is revoked; check the group coordinator",
             batch::commit(consumer, &sent),
         );
         fault::point("kafka.commit.sent");

@@ -122,6 +122,7 @@ fn a_failed_commit_is_repeated_at_once_when_the_partition_is_revoked() {
     partition.apply(E::CommitFailed { retry_at });
     partition.apply(E::Revoked);
     assert_eq!(partition.commit_at(now), Some((7, Immediate)));
+    assert_eq!(partition.commit_at(now), None, "once");
 }
 
 #[test]
