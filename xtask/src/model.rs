@@ -72,9 +72,14 @@ fn test_isolation_mutants() -> Result<(), Error> {
                 "--test",
                 "isolation",
             ])
-            // The dependencies are compiled there already.
+            // The dependencies are compiled there already. A profile of its own keeps Cargo from using the
+            // patched library instead of the other one, which has the same name.
             .arg("--target-dir")
             .arg(setup::target_directory())
+            .args([
+                "--config",
+                "profile.dev.package.oncegate-core.codegen-units=17",
+            ])
             .env("ONCEGATE_MUTANT", mutant)
             .current_dir(&source);
         cargo

@@ -2,6 +2,7 @@
 
 mod builder;
 mod run;
+mod stored;
 
 use std::future::Future;
 use std::sync::Arc;
@@ -10,12 +11,17 @@ use std::time::{Duration, Instant};
 use crate::internal::Lock;
 pub use builder::GateBuilder;
 use run::GuardedRun;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use stored::ResultSettings;
+pub use stored::{MissingResult, ResultCodec, Stored, UnstorableResult};
 
 use crate::breaker::{Breaker, BreakerState};
 use crate::handler::Failure;
 use crate::id::MessageId;
 use crate::lifecycle::Policy;
 use crate::log_throttle::LogThrottle;
+use crate::marker::Fingerprint;
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
 use crate::settings::Settings;
@@ -35,6 +41,7 @@ struct GateInner {
     settings: Settings,
     policy: Policy,
     when_held: WhenHeld,
+    results: ResultSettings,
     outcomes: Outcomes,
     /// Limits the lines about lost claims.
     lost_claims: Lock<LogThrottle>,
@@ -91,6 +98,12 @@ pub enum GateError {
     /// resolve`.
     #[error("unknown whether it happened: {0}")]
     InDoubt(String),
+    /// The id was used for another [body](GateRequest::body). The work did not run.
+    #[error("not run: the id was used for another request; use a new id for each request")]
+    OtherBody,
+    /// The work succeeded, and its result cannot be stored: see [`UnstorableResult::Refuse`].
+    #[error("the work ran, and its result cannot be stored: {0}")]
+    UnstorableResult(String),
     /// The id was rejected before.
     #[error("not run: {0}")]
     Refused(&'static str),
@@ -118,6 +131,7 @@ impl Gate {
             settings: Settings::default(),
             scope: None,
             when_held: WhenHeld::default(),
+            results: ResultSettings::default(),
         }
     }
 
@@ -134,8 +148,67 @@ impl Gate {
         id: impl AsRef<[u8]>,
         work: impl FnMut() -> W,
     ) -> Result<RunOutcome<T>, GateError> {
-        let id = MessageId::new(id).ok_or(GateError::MissingId)?;
-        GuardedRun::new(self, id).run(work).await
+        self.request(id).run(work).await
+    }
+
+    /// As [`run`](Self::run), and stores the result of the work: a later call with this id returns
+    /// it, also in another process. For callers who need the same answer if they ask twice.
+    ///
+    /// The result is stored as JSON, together with the record that the id is done: both or neither.
+    /// Both expire at the end of the dedup window. It is never logged.
+    ///
+    /// # Errors
+    /// [`GateError`]: the work failed, did not run, or its outcome is unknown; or its result cannot
+    /// be stored.
+    pub async fn run_stored<T, W>(
+        &self,
+        id: impl AsRef<[u8]>,
+        work: impl FnMut() -> W,
+    ) -> Result<Stored<T>, GateError>
+    where
+        T: Serialize + DeserializeOwned,
+        W: Future<Output = Result<T, Failure>>,
+    {
+        self.request(id).run_stored(work).await
+    }
+
+    /// A run with this id and further conditions.
+    pub fn request(&self, id: impl AsRef<[u8]>) -> GateRequest<'_> {
+        GateRequest {
+            gate: self,
+            id: MessageId::new(id),
+            fingerprint: None,
+        }
+    }
+}
+
+/// One run through a [`Gate`], with conditions: [`Gate::request`].
+#[derive(Debug)]
+#[must_use = "a request does nothing until `run` or `run_stored` is awaited"]
+pub struct GateRequest<'a> {
+    gate: &'a Gate,
+    id: Option<MessageId>,
+    fingerprint: Option<Fingerprint>,
+}
+
+impl GateRequest<'_> {
+    /// The content of the request, of which the store keeps a hash: if an earlier run of this id had
+    /// another body, the work does not run, and the result is [`GateError::OtherBody`]. While that
+    /// run is in progress, it counts as another run of this id.
+    pub fn body(mut self, body: impl AsRef<[u8]>) -> Self {
+        self.fingerprint = Some(Fingerprint::of(body.as_ref()));
+        self
+    }
+
+    /// As [`Gate::run`].
+    ///
+    /// # Errors
+    /// As [`Gate::run`]; with a [`body`](Self::body) also [`GateError::OtherBody`].
+    pub async fn run<T, W: Future<Output = Result<T, Failure>>>(
+        self,
+        work: impl FnMut() -> W,
+    ) -> Result<RunOutcome<T>, GateError> {
+        GuardedRun::new(&self)?.run(work).await
     }
 }
 

@@ -43,6 +43,7 @@ mod preflight;
 mod readiness;
 mod relay;
 mod renewals;
+mod result_store;
 mod run;
 mod run_context;
 mod runtime_estimator;
@@ -62,7 +63,10 @@ pub use consumer::{Consumer, DrainHandle};
 pub use context::Context;
 pub use decode::{Decode, Json, Raw, RawBytes};
 pub use error::Error;
-pub use gate::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
+pub use gate::{
+    Gate, GateBuilder, GateError, GateRequest, MissingResult, ResultCodec, RunOutcome, Stored,
+    UnstorableResult, WhenHeld,
+};
 pub use handler::{Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconciled};
 pub use id::{IdSource, IntoIdSource, Key, MessageId, Scope};
 pub use inbox::{
@@ -74,6 +78,7 @@ pub use memory::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
 pub use message::{Headers, HeadersBuilder, Message, Origin, Position};
 pub use outbox::{Outbox, Outgoing, Publisher, Relay};
 pub use readiness::Readiness;
+pub use result_store::{Completion, ResultStore};
 pub use settings::{Execution, Fingerprints};
 pub use shadow::{Shadow, ShadowOutcome, ShadowReport};
 pub use shutdown::shutdown_signal;

@@ -5,6 +5,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use crate::marker::{Guarantee, Marker, Operation, Verdict};
+use crate::result_store::ResultStore;
 
 /// Keeps the marker of each id, which records its state.
 ///
@@ -72,6 +73,11 @@ pub trait Store: Send + Sync {
     /// least 1.
     fn parallel_applies(&self) -> usize {
         1
+    }
+
+    /// The results that the store keeps beside its markers; `None` (the default) if it keeps none.
+    fn results(&self) -> Option<&dyn ResultStore> {
+        None
     }
 }
 

@@ -415,3 +415,263 @@ async fn opening_a_gate_sends_an_unavailable_store_few_requests_a_second() {
     );
     check_request_rate(store.requests.load(Ordering::Relaxed), since);
 }
+
+#[tokio::test]
+async fn a_stored_result_is_returned_again() {
+    for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
+        let gate = gate(guarantee).await;
+        let first = gate.run_stored("charge", || async { Ok(vec![4, 2]) }).await;
+        assert_eq!(first.expect("ran"), Stored::Executed(vec![4, 2]));
+        let again: Stored<Vec<u8>> = gate
+            .run_stored("charge", || async { panic!("the work runs once") })
+            .await
+            .expect("an outcome");
+        assert_eq!(again, Stored::Replayed(vec![4, 2]));
+        let plain = gate
+            .run("charge", work_of_another_type)
+            .await
+            .expect("an outcome");
+        assert_eq!(plain, RunOutcome::AlreadyDone);
+    }
+}
+
+/// The work never runs again only because its result is not available.
+#[tokio::test]
+async fn a_missing_result_has_an_answer_of_its_own() {
+    let gate = gate(Guarantee::EffectivelyOnce).await;
+    gate.run("plain", || async { Ok(1) }).await.expect("ran");
+    let without: Stored<u8> = gate
+        .run_stored("plain", work_of_another_type)
+        .await
+        .expect("an outcome");
+    assert_eq!(without, Stored::Missing(MissingResult::NotStored));
+
+    let text = "secret-canary".to_owned();
+    let stored = gate.run_stored("text", || async { Ok(text.clone()) }).await;
+    assert_eq!(stored.expect("ran"), Stored::Executed(text.clone()));
+    let number: Stored<u8> = gate
+        .run_stored("text", work_of_another_type)
+        .await
+        .expect("an outcome");
+    let Stored::Missing(MissingResult::Undecodable(why)) = number else {
+        panic!("{number:?}");
+    };
+    assert!(
+        why.contains("expected u8") && !why.contains("canary"),
+        "{why}"
+    );
+}
+
+async fn work_of_another_type() -> Result<u8, Failure> {
+    panic!("the work runs once")
+}
+
+#[tokio::test]
+async fn a_result_that_cannot_be_stored_is_refused_or_left_out() {
+    /// Stores results reversed, and fails to store one of three bytes.
+    struct Reversed;
+    impl ResultCodec for Reversed {
+        fn encode(&self, json: Vec<u8>) -> Result<Vec<u8>, store::BoxError> {
+            if json.len() == 3 {
+                return Err("no three bytes".into());
+            }
+            Ok(json.into_iter().rev().collect())
+        }
+        fn decode(&self, stored: Vec<u8>) -> Result<Vec<u8>, store::BoxError> {
+            Ok(stored.into_iter().rev().collect())
+        }
+    }
+    for policy in [UnstorableResult::Refuse, UnstorableResult::CompleteWithout] {
+        let gate = Gate::builder()
+            .store(MemoryStore::new())
+            .max_result_bytes(5)
+            .unstorable_result(policy)
+            .result_codec(Reversed)
+            .open()
+            .await
+            .expect("a gate");
+        let fits = || async { Ok(12_345) };
+        assert_eq!(
+            gate.run_stored("fits", fits).await.expect("ran"),
+            Stored::Executed(12_345)
+        );
+        assert_eq!(
+            gate.run_stored("fits", fits).await.expect("stored"),
+            Stored::Replayed(12_345)
+        );
+        for (id, number, why) in [
+            ("long", 123_456, "6 bytes"),
+            ("codec", 123, "no three bytes"),
+        ] {
+            let outcome = gate.run_stored(id, || async { Ok(number) }).await;
+            let again = gate
+                .run_stored(id, || async { Ok(1) })
+                .await
+                .expect("an outcome");
+            match policy {
+                UnstorableResult::CompleteWithout => {
+                    assert_eq!(outcome.expect("ran"), Stored::Executed(number));
+                    assert_eq!(again, Stored::Missing(MissingResult::NotStored));
+                }
+                _ => {
+                    let error = outcome.expect_err("refused").to_string();
+                    assert!(error.contains(why), "{error}");
+                    assert_eq!(again, Stored::Executed(1), "effectively once runs again");
+                }
+            }
+        }
+    }
+}
+
+/// In at most once a result that cannot be stored leaves an outcome for an operator: the work does
+/// not run again.
+#[tokio::test]
+async fn a_refused_result_is_in_doubt_in_at_most_once() {
+    let gate = gate(Guarantee::AtMostOnce).await;
+    let long = gate
+        .run_stored("id", || async { Ok("x".repeat(65_537)) })
+        .await;
+    assert!(
+        matches!(long, Err(GateError::UnstorableResult(_))),
+        "{long:?}"
+    );
+    let again: Result<Stored<u8>, _> = gate.run_stored("id", work_of_another_type).await;
+    assert!(matches!(again, Err(GateError::InDoubt(_))), "{again:?}");
+}
+
+#[tokio::test]
+async fn an_id_with_another_body_does_not_run() {
+    let gate = gate(Guarantee::EffectivelyOnce).await;
+    let charge = |body: &'static str| {
+        gate.request("key")
+            .body(body)
+            .run_stored(|| async { Ok(1) })
+    };
+    assert_eq!(charge("4200").await.expect("ran"), Stored::Executed(1));
+    assert_eq!(charge("4200").await.expect("stored"), Stored::Replayed(1));
+    let other = charge("9900").await;
+    assert!(matches!(other, Err(GateError::OtherBody)), "{other:?}");
+    let plain = gate
+        .request("key")
+        .body("9900")
+        .run(|| async { Ok(1) })
+        .await;
+    assert!(matches!(plain, Err(GateError::OtherBody)), "{plain:?}");
+}
+
+/// All callers get the result that was recorded, also one whose own run lost its lease.
+#[tokio::test]
+async fn a_run_that_lost_its_lease_returns_the_recorded_result() {
+    let store = MemoryStore::new();
+    let open = || async {
+        let builder = Gate::builder()
+            .store(store.clone())
+            .lease(Duration::from_millis(100));
+        builder.open().await.expect("a gate")
+    };
+    let (slow, fast) = (open().await, open().await);
+    let key = Key::new(&MessageId::new("id").expect("an id"));
+    let first = slow.run_stored("id", || async {
+        // Frees the id, as if the lease had ended and a later run had failed.
+        let (Marker::InProgress(hold), _) = store.marker(&key) else {
+            panic!("the run holds the id");
+        };
+        let free = Operation {
+            key: key.clone(),
+            kind: OperationKind::Withdraw,
+            token: hold.token,
+            attempt: hold.attempts.number,
+            terms: Terms {
+                guarantee: hold.guarantee,
+                lease: hold.lease,
+                window: hold.horizon,
+                fingerprint: None,
+            },
+        };
+        let freed = store.apply(&[free]).await;
+        assert!(matches!(freed[..], [Ok(Verdict::Applied)]), "{freed:?}");
+        let other = fast
+            .run_stored("id", || async { Ok("fast".to_owned()) })
+            .await;
+        assert_eq!(other.expect("ran"), Stored::Executed("fast".to_owned()));
+        Ok("slow".to_owned())
+    });
+    let first = first.await.expect("an outcome");
+    assert_eq!(first, Stored::Replayed("fast".to_owned()));
+}
+
+/// A store that loses the replies to the first requests with results: their changes are made.
+struct LosesFirstReplies {
+    store: MemoryStore,
+    remaining: AtomicU32,
+}
+
+impl LosesFirstReplies {
+    fn lose<T>(&self, answer: T) -> Result<T, StoreError> {
+        let count_down = |remaining: u32| remaining.checked_sub(1);
+        match self
+            .remaining
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, count_down)
+        {
+            Ok(_) => Err(StoreError::Unknown("the reply was lost".into())),
+            Err(_) => Ok(answer),
+        }
+    }
+}
+
+#[async_trait]
+impl Store for LosesFirstReplies {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        self.store.apply(operations).await
+    }
+
+    fn results(&self) -> Option<&dyn ResultStore> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl ResultStore for LosesFirstReplies {
+    async fn complete(
+        &self,
+        completion: &Operation,
+        result: &[u8],
+    ) -> Result<Completion, StoreError> {
+        self.lose(self.store.complete(completion, result).await?)
+    }
+
+    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError> {
+        self.lose(self.store.read(key).await?)
+    }
+}
+
+#[tokio::test]
+async fn a_lost_reply_changes_no_answer() {
+    let gate = |lost| {
+        let store = MemoryStore::new();
+        let remaining = AtomicU32::new(lost);
+        let loses_replies = LosesFirstReplies { store, remaining };
+        Gate::builder().store(loses_replies).open()
+    };
+    let completion = gate(2).await.expect("a gate");
+    let first = completion.run_stored("id", || async { Ok(1) }).await;
+    assert_eq!(first.expect("ran"), Stored::Executed(1));
+
+    let read = gate(0).await.expect("a gate");
+    read.run("id", || async { Ok(()) }).await.expect("ran");
+    let missing: Stored<u8> = read
+        .run_stored("id", work_of_another_type)
+        .await
+        .expect("an outcome");
+    assert_eq!(missing, Stored::Missing(MissingResult::NotStored));
+
+    // The store never answers: the caller does not know that the work is done, and asks again.
+    let never = gate(6).await.expect("a gate");
+    let abandoned = never.run_stored("id", || async { Ok(1) }).await;
+    assert!(
+        matches!(abandoned, Err(GateError::NotRecorded)),
+        "{abandoned:?}"
+    );
+    let again = never.run_stored("id", work_of_another_type).await;
+    assert_eq!(again.expect("stored"), Stored::Replayed(1));
+}

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use oncegate_core::marker::{Guarantee, Operation, Verdict};
-use oncegate_core::{Persistence, Store, StoreError};
+use oncegate_core::{Completion, Key, Persistence, ResultStore, Store, StoreError};
 
 /// A store behind a network that loses replies: the operations of a batch, or only the first n, are
 /// applied, and the caller receives no reply. A plan chooses the outcome of each batch by its
@@ -42,6 +42,12 @@ impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> LosesReplies<P> {
     /// Wraps a store; `plan` chooses the outcome of each batch.
     pub fn new(store: Arc<dyn Store>, plan: P) -> Self {
         Self { store, plan }
+    }
+
+    fn inner_results(&self) -> Result<&dyn ResultStore, StoreError> {
+        self.store
+            .results()
+            .ok_or_else(|| StoreError::Misconfigured("the store keeps no results".into()))
     }
 }
 
@@ -83,5 +89,31 @@ impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> Store for LosesReplies<P> 
 
     fn parallel_applies(&self) -> usize {
         self.store.parallel_applies()
+    }
+
+    fn results(&self) -> Option<&dyn ResultStore> {
+        self.store.results().map(|_| self as &dyn ResultStore)
+    }
+}
+
+/// The plan is asked for each completion; reads are always answered.
+#[async_trait]
+impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> ResultStore for LosesReplies<P> {
+    async fn complete(
+        &self,
+        completion: &Operation,
+        result: &[u8],
+    ) -> Result<Completion, StoreError> {
+        let results = self.inner_results()?;
+        match (self.plan)(std::slice::from_ref(completion)) {
+            ReplyFault::Answered => return results.complete(completion, result).await,
+            ReplyFault::Lost { applied: 0 } => {}
+            ReplyFault::Lost { .. } => drop(results.complete(completion, result).await),
+        }
+        Err(StoreError::Unknown("the reply was lost".into()))
+    }
+
+    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError> {
+        self.inner_results()?.read(key).await
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::internal::Lock;
 use tokio::sync::mpsc::unbounded_channel;
 
-use super::{Gate, GateInner, WhenHeld};
+use super::{Gate, GateInner, ResultCodec, ResultSettings, UnstorableResult, WhenHeld};
 use crate::breaker::Breaker;
 use crate::error::Error;
 use crate::id::Scope;
@@ -32,6 +32,7 @@ pub struct GateBuilder<T> {
     pub(super) settings: Settings,
     pub(super) scope: Option<String>,
     pub(super) when_held: WhenHeld,
+    pub(super) results: ResultSettings,
 }
 
 impl<T> GateBuilder<T> {
@@ -42,6 +43,7 @@ impl<T> GateBuilder<T> {
             settings: self.settings,
             scope: self.scope,
             when_held: self.when_held,
+            results: self.results,
         }
     }
 
@@ -97,6 +99,27 @@ impl<T> GateBuilder<T> {
         self
     }
 
+    /// The largest result that [`Gate::run_stored`] stores, in bytes after the codec. Default:
+    /// 64 KiB.
+    pub fn max_result_bytes(mut self, bytes: usize) -> Self {
+        self.results.limit = bytes;
+        self
+    }
+
+    /// What [`Gate::run_stored`] does with a result that cannot be stored. Default:
+    /// [`UnstorableResult::Refuse`].
+    pub fn unstorable_result(mut self, policy: UnstorableResult) -> Self {
+        self.results.unstorable = policy;
+        self
+    }
+
+    /// Encodes the results of [`Gate::run_stored`], for example to compress or encrypt them.
+    /// Default: JSON as it is.
+    pub fn result_codec(mut self, codec: impl ResultCodec) -> Self {
+        self.results.codec = Some(Arc::new(codec));
+        self
+    }
+
     /// Allows at most once on a store that may lose data in a crash. You accept that an id that is
     /// lost may run again.
     pub fn allow_volatile_store(mut self) -> Self {
@@ -120,6 +143,7 @@ impl<T> GateBuilder<T> {
             mut settings,
             scope,
             when_held,
+            results,
         } = self;
         settings.check()?;
         if let Some(scope) = scope {
@@ -153,6 +177,7 @@ impl<T> GateBuilder<T> {
             settings,
             policy,
             when_held,
+            results,
             outcomes: Outcomes::new(),
             lost_claims: Lock::new(LogThrottle::up_to(100, Duration::from_secs(10))),
             breaker: Lock::new(Breaker::closed()),

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use tracing::Instrument;
 
-use super::{Gate, GateError, GateInner, RunOutcome, WhenHeld};
+use super::{
+    Gate, GateError, GateInner, GateRequest, ResultSettings, RunOutcome, UnstorableResult, WhenHeld,
+};
 use crate::boot_time::BootTime;
 use crate::context::SharedDelivery;
 use crate::driver::{DriverCommand, LifecycleDriver};
@@ -17,7 +19,8 @@ use crate::lifecycle::{
     ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Reason, Settlement, Stage,
 };
 use crate::lost_claim::LostClaim;
-use crate::marker::{Guarantee, Operation, OperationKind, Terms, Token, Verdict};
+use crate::marker::{Fingerprint, Guarantee, Operation, OperationKind, Terms, Token, Verdict};
+use crate::result_store::ResultStore;
 use crate::run::{BoundedEnd, RunClock, bounded};
 use crate::settings::{MAX_DURATION, Settings};
 use crate::slots::Slot;
@@ -40,31 +43,70 @@ pub(super) struct GuardedRun<'a, T> {
     /// The record of the granted claim, with its lease.
     grant: Option<Arc<SharedDelivery>>,
     result: Option<T>,
+    /// Set for a run whose result is stored.
+    storing: Option<StoredRun<T>>,
+    fingerprint: Option<Fingerprint>,
     failure: Option<Failure>,
     store_error: Option<StoreError>,
 }
 
+/// The part of a run that stores its result.
+struct StoredRun<T> {
+    encode: fn(&ResultSettings, &T) -> Result<Vec<u8>, String>,
+    /// The result to store.
+    encoded: Option<Vec<u8>>,
+    /// The result of another run, which was recorded first.
+    earlier: Option<Vec<u8>>,
+    /// Why the result cannot be stored.
+    unstorable: Option<String>,
+}
+
 impl<'a, T> GuardedRun<'a, T> {
-    pub(super) fn new(gate: &'a Gate, id: MessageId) -> Self {
+    /// # Errors
+    /// [`GateError::MissingId`].
+    pub(super) fn new(request: &GateRequest<'a>) -> Result<Self, GateError> {
+        let gate = request.gate;
+        let id = request.id.clone().ok_or(GateError::MissingId)?;
         let slot = gate.0.slots.lock().insert(());
         let history = History {
             failures: 0,
             freshness: Freshness::Fresh,
         };
-        Self {
+        Ok(Self {
             gate,
             id,
             slot,
             driver: LifecycleDriver::new(history),
             grant: None,
             result: None,
+            storing: None,
+            fingerprint: request.fingerprint,
             failure: None,
             store_error: None,
-        }
+        })
+    }
+
+    /// Stores the result with the completion. The store must keep results.
+    pub(super) fn storing(
+        mut self,
+        encode: fn(&ResultSettings, &T) -> Result<Vec<u8>, String>,
+    ) -> Self {
+        self.storing = Some(StoredRun {
+            encode,
+            encoded: None,
+            earlier: None,
+            unstorable: None,
+        });
+        self
+    }
+
+    /// The result of another run, which was recorded before that of this run.
+    pub(super) fn take_earlier_result(&mut self) -> Option<Vec<u8>> {
+        self.storing.as_mut()?.earlier.take()
     }
 
     pub(super) async fn run<W: Future<Output = Result<T, Failure>>>(
-        mut self,
+        &mut self,
         mut work: impl FnMut() -> W,
     ) -> Result<RunOutcome<T>, GateError> {
         let policy = self.gate.0.policy;
@@ -161,7 +203,7 @@ impl<'a, T> GuardedRun<'a, T> {
             guarantee,
             lease,
             window: dedup_window,
-            fingerprint: None,
+            fingerprint: self.fingerprint,
         };
         let (token, attempt) = (self.driver.token, self.driver.attempts.number);
         let operation = Operation {
@@ -173,11 +215,28 @@ impl<'a, T> GuardedRun<'a, T> {
         };
         let sent = BootTime::now();
         let span = spans::operation(&kind, Some(&self.id), attempt, None);
-        let answer = store
-            .apply(std::slice::from_ref(&operation))
-            .instrument(span.clone())
-            .await
-            .pop();
+        let encoded = self.storing.as_mut().and_then(|run| {
+            let is_completion = kind == OperationKind::Complete;
+            is_completion.then_some((run.encoded.as_deref()?, &mut run.earlier))
+        });
+        let answer = match (encoded, store.results()) {
+            (Some((result, earlier)), Some(results)) => {
+                let completion = results
+                    .complete(&operation, result)
+                    .instrument(span.clone())
+                    .await;
+                Some(completion.map(|completion| {
+                    // The same bytes are those of this run, whose first reply was lost.
+                    *earlier = completion.earlier.filter(|earlier| earlier != result);
+                    completion.verdict
+                }))
+            }
+            _ => store
+                .apply(std::slice::from_ref(&operation))
+                .instrument(span.clone())
+                .await
+                .pop(),
+        };
         match answer {
             Some(Ok(verdict)) => {
                 self.gate.0.breaker.lock().answered(Instant::now());
@@ -187,6 +246,10 @@ impl<'a, T> GuardedRun<'a, T> {
                         self.gate.0.lost_claims.lock().due(Instant::now())
                 {
                     lost.log(Some(self.id.as_str()), attempt, None, suppressed_lines);
+                }
+                // The result of this run was not recorded: that of another run is.
+                if verdict == Verdict::Duplicate && self.storing.is_some() {
+                    self.result = None;
                 }
                 if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
                     && guarantee != Guarantee::Bare
@@ -243,10 +306,7 @@ impl<'a, T> GuardedRun<'a, T> {
         )
         .await;
         let outcome = match ended {
-            BoundedEnd::Completed(Ok(value)) => {
-                self.result = Some(value);
-                Outcome::Done
-            }
+            BoundedEnd::Completed(Ok(value)) => self.completed(value),
             BoundedEnd::Completed(Err(failure)) => {
                 let outcome = match &failure {
                     Failure::Retry(_) => Outcome::Retry,
@@ -269,6 +329,48 @@ impl<'a, T> GuardedRun<'a, T> {
         Event::Returned(outcome)
     }
 
+    fn completed(&mut self, value: T) -> Outcome {
+        let settings = &self.gate.0.results;
+        if let Some(run) = &mut self.storing {
+            match (run.encode)(settings, &value) {
+                Ok(encoded) => run.encoded = Some(encoded),
+                Err(_) if settings.unstorable == UnstorableResult::CompleteWithout => {}
+                Err(why) => {
+                    run.unstorable = Some(why);
+                    return Outcome::Unknown(DoubtCause::HandlerReported);
+                }
+            }
+        }
+        self.result = Some(value);
+        Outcome::Done
+    }
+
+    /// Reads the result of a done id. `None` if none is stored.
+    pub(super) async fn read_result(
+        &self,
+        results: &dyn ResultStore,
+    ) -> Result<Option<Vec<u8>>, GateError> {
+        let gate = &self.gate.0;
+        let key = gate.settings.scope.key(&self.id);
+        let mut failure = StoreError::NotApplied("the store did not answer the claim".into());
+        for _ in 0..MAX_UNANSWERED {
+            if !gate.may_send().await {
+                continue;
+            }
+            match results.read(&key).await {
+                Err(error @ (StoreError::NotApplied(_) | StoreError::Unknown(_))) => {
+                    gate.breaker.lock().not_answered(Instant::now());
+                    failure = error;
+                }
+                answered => {
+                    gate.breaker.lock().answered(Instant::now());
+                    return answered.map_err(GateError::Store);
+                }
+            }
+        }
+        Err(GateError::Store(failure))
+    }
+
     fn unknown_outcome(&mut self, failure: String, cause: DoubtCause) -> Outcome {
         self.failure = Some(Failure::InDoubt(failure.into()));
         Outcome::Unknown(cause)
@@ -276,11 +378,14 @@ impl<'a, T> GuardedRun<'a, T> {
 
     /// The result of a run that ended with this settlement, in the stage after `stage_before`.
     fn result_of(
-        mut self,
+        &mut self,
         stage_before: Stage,
         settlement: Settlement,
     ) -> Result<RunOutcome<T>, GateError> {
         self.gate.0.outcomes.settled(&settlement);
+        if let Some(why) = self.storing.as_mut().and_then(|run| run.unstorable.take()) {
+            return Err(GateError::UnstorableResult(why));
+        }
         let (id, guarantee) = (self.id.clone(), self.gate.0.settings.guarantee);
         let doubt = |failure: Option<Failure>| {
             let why = failure.map_or_else(
@@ -317,6 +422,7 @@ impl<'a, T> GuardedRun<'a, T> {
                 }
                 failure => Err(doubt(failure)),
             },
+            Settlement::Reject(Reason::Conflict) => Err(GateError::OtherBody),
             Settlement::Reject(Reason::InDoubt(_)) => Err(doubt(self.failure.take())),
             Settlement::Reject(reason) => match self.failure.take() {
                 Some(failure) => Err(GateError::Failed(failure)),
@@ -326,7 +432,7 @@ impl<'a, T> GuardedRun<'a, T> {
     }
 
     /// The error of an abandoned run.
-    fn no_result(mut self) -> GateError {
+    fn no_result(&mut self) -> GateError {
         match (&self.result, self.store_error.take()) {
             (None, Some(error)) if self.failure.is_none() => GateError::Store(error),
             _ => GateError::NotRecorded,

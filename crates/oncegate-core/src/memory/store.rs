@@ -1,5 +1,6 @@
 //! A store in this process: [`marker::apply`](crate::marker::apply) on a map.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,7 @@ use super::key_hash::{KeyHash, KeyHasher};
 use crate::id::Key;
 use crate::internal::Lock;
 use crate::marker::{Age, Change, Marker, Operation, Verdict, apply};
+use crate::result_store::{Completion, ResultStore};
 use crate::store::{Persistence, Store, StoreError};
 
 /// Keeps markers in the memory of this process. Clones share them.
@@ -32,10 +34,22 @@ struct MarkerTables {
     /// The markers that are not done.
     open: HashTable<OpenMarker>,
     done: DoneLog,
+    /// The results of done ids.
+    results: HashMap<KeyHash, StoredResult>,
+    /// The number of results at which `expire` scans them next.
+    sweep_results_at: usize,
     /// The number of open markers at which `expire` scans them next.
     sweep_at: usize,
     /// Empty between batches, whose keys use its memory again.
     keys: Vec<KeyHash>,
+}
+
+/// The result of a completed run.
+#[derive(Debug)]
+struct StoredResult {
+    encoded: Vec<u8>,
+    /// In nanoseconds since the start of the store.
+    expires: u64,
 }
 
 /// The longest expiry, so that no clock overflows.
@@ -80,6 +94,7 @@ impl MemoryStore {
             open.remove();
         }
         tables.done.forget(key);
+        tables.results.remove(&key);
     }
 
     /// The number of remembered ids.
@@ -125,6 +140,42 @@ impl Store for MemoryStore {
             "the memory store forgets everything when its process ends".into(),
         ))
     }
+
+    fn results(&self) -> Option<&dyn ResultStore> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl ResultStore for MemoryStore {
+    async fn complete(
+        &self,
+        completion: &Operation,
+        result: &[u8],
+    ) -> Result<Completion, StoreError> {
+        let mut tables = self.0.lock();
+        let (now, key) = (tables.now(), tables.hasher.hash(&completion.key));
+        tables.expire(now);
+        let was_done = tables.done_at(key, now).is_some();
+        let verdict = tables.apply(completion, key, now);
+        let mut earlier = None;
+        if was_done {
+            earlier = tables.result(key, now);
+        } else if let Some(done) = tables.done_at(key, now) {
+            let stored = StoredResult {
+                encoded: result.to_vec(),
+                expires: done.expires,
+            };
+            tables.results.insert(key, stored);
+        }
+        Ok(Completion { verdict, earlier })
+    }
+
+    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError> {
+        let tables = self.0.lock();
+        let (now, key) = (tables.now(), tables.hasher.hash(key));
+        Ok(tables.result(key, now))
+    }
 }
 
 impl Default for MarkerTables {
@@ -134,6 +185,8 @@ impl Default for MarkerTables {
             start: Instant::now(),
             open: HashTable::new(),
             done: DoneLog::default(),
+            results: HashMap::new(),
+            sweep_results_at: 0,
             sweep_at: 0,
             keys: Vec::new(),
         }
@@ -158,6 +211,7 @@ impl MarkerTables {
         let (change, verdict) = apply(marker, Age::Of(age), operation);
         if done.is_some() && !matches!(change, Change::Keep) {
             self.done.forget(key);
+            self.results.remove(&key);
         }
         let expires = |horizon| now.saturating_add(nanoseconds(horizon));
         match (change, entry) {
@@ -185,6 +239,17 @@ impl MarkerTables {
         verdict
     }
 
+    /// The done marker of an id, unless it has expired.
+    fn done_at(&self, key: KeyHash, now: u64) -> Option<DoneMarker> {
+        self.done.find(key).filter(|done| now < done.expires)
+    }
+
+    /// The result of an id.
+    fn result(&self, key: KeyHash, now: u64) -> Option<Vec<u8>> {
+        let stored = self.results.get(&key)?;
+        (now < stored.expires).then(|| stored.encoded.clone())
+    }
+
     /// Nanoseconds since the start of the store.
     fn now(&self) -> u64 {
         nanoseconds(self.start.elapsed())
@@ -197,6 +262,10 @@ impl MarkerTables {
         if self.open.len() >= self.sweep_at.max(MIN_SWEEP) {
             self.open.retain(|open| now < open.expires);
             self.sweep_at = self.open.len() * 2;
+        }
+        if self.results.len() >= self.sweep_results_at.max(MIN_SWEEP) {
+            self.results.retain(|_, result| now < result.expires);
+            self.sweep_results_at = self.results.len() * 2;
         }
     }
 }

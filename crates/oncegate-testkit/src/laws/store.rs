@@ -11,6 +11,7 @@ mod holders;
 mod ids;
 mod leases;
 mod linearizable;
+mod results;
 mod windows;
 
 pub use batches::*;
@@ -21,6 +22,7 @@ pub use holders::*;
 pub use ids::*;
 pub use leases::*;
 pub use linearizable::*;
+pub use results::*;
 pub use windows::*;
 
 /// Calls a macro with the given arguments and the name of each law.
@@ -77,6 +79,13 @@ macro_rules! __each_store_law {
             the_holders_window_decides
             an_unresolved_at_most_once_marker_outlives_the_window
             a_window_may_be_long
+            a_result_is_stored_with_its_completion
+            the_first_result_is_kept
+            a_lost_completion_stores_no_result
+            concurrent_completions_agree_on_one_result
+            a_forgotten_id_has_no_result
+            a_result_expires_with_its_marker
+            random_results_match_the_memory_store
             ids_of_every_kind_stay_distinct
             scopes_stay_distinct
             a_batch_is_answered_in_order

@@ -17,6 +17,7 @@ macro_rules! mistakes {
 }
 
 mod caught;
+mod caught_results;
 mod caught_sources;
 mod memory;
 mod memory_broker;

@@ -1,0 +1,49 @@
+//! The results of completed runs, which a store keeps beside its markers.
+
+use async_trait::async_trait;
+
+use crate::id::Key;
+use crate::marker::{Operation, Verdict};
+use crate::store::StoreError;
+
+/// Stores results, so that a caller who repeats a request gets the answer of its first run:
+/// [`Gate::run_stored`](crate::Gate::run_stored). An optional part of a store:
+/// [`Store::results`](crate::Store::results).
+///
+/// # The contract
+/// - A result is written together with the done marker of its run: both or neither, with the same
+///   expiry. While the marker is done, its result is never replaced.
+/// - A marker that leaves the state done takes its result with it:
+///   [`OperationKind::Forget`](crate::marker::OperationKind::Forget) deletes the result not later
+///   than it changes the marker.
+/// - Each call returns in bounded time, and is safe to repeat.
+#[async_trait]
+pub trait ResultStore: Send + Sync {
+    /// Applies a completion ([`OperationKind::Complete`](crate::marker::OperationKind::Complete))
+    /// as [`Store::apply`](crate::Store::apply) does. If it writes the done marker, it stores the
+    /// result, in place of any other.
+    ///
+    /// # Errors
+    /// As for one operation of [`Store::apply`](crate::Store::apply).
+    async fn complete(
+        &self,
+        completion: &Operation,
+        result: &[u8],
+    ) -> Result<Completion, StoreError>;
+
+    /// The result of a done id; `None` if it has none, or is not done.
+    ///
+    /// # Errors
+    /// As for one operation of [`Store::apply`](crate::Store::apply).
+    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError>;
+}
+
+/// The answer to [`ResultStore::complete`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Completion {
+    /// The verdict on the completion.
+    pub verdict: Verdict,
+    /// If the id was done before, and nothing was changed: its result. It is that of this very run
+    /// if the reply to an earlier request was lost.
+    pub earlier: Option<Vec<u8>>,
+}
