@@ -371,7 +371,9 @@ impl Store for Redis {
             }
         }
         for (operation, answer) in operations.iter().zip(&mut answers) {
-            if let OperationKind::Forget { seen } = operation.kind {
+            if let OperationKind::Forget { seen } = operation.kind
+                && operation.terms.guarantee != Guarantee::Bare
+            {
                 let deleted = self.delete_result(&operation.key, seen).await;
                 *answer = deleted.err().map(Err);
             }
