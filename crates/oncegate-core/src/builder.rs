@@ -382,8 +382,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 }
 
 impl<S: Connect, T: Store + 'static, H, D> Builder<S, T, H, D> {
-    /// The handler of messages whose senders expect a [reply](crate::replies). Call it after
-    /// [`source`](Builder::source) and [`store`](Builder::store). The store must keep results
+    /// The handler of messages whose senders expect a reply: see [`replies`](crate::replies). Call it
+    /// after [`source`](Builder::source) and [`store`](Builder::store). The store must keep results
     /// ([`Store::results`]), and the guarantee must not be [`Guarantee::Bare`].
     ///
     /// A message is settled after its reply was sent, so up to 1,000 handled messages may be unsettled.
