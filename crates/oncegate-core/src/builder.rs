@@ -22,7 +22,7 @@ use crate::replies::{Replies, ReplySource, ReplyStore, Replying, ReplyingHandler
 use crate::run::Runner;
 use crate::runtime_estimator::lease_for;
 use crate::settings::{Execution, Fingerprints, InboxUse, ReplyUse, Settings, VolatileStore};
-use crate::source::{Connect, ConnectOptions, Order, Source};
+use crate::source::{Connect, ConnectOptions, Order, Recording, Source};
 use crate::status::{ClearStatusOnDrop, ConsumerStatus};
 use crate::store::Store;
 
@@ -387,6 +387,7 @@ impl<S: Connect, T: Store + 'static, H, D> Builder<S, T, H, D> {
     /// ([`Store::results`]), and the guarantee must not be [`Guarantee::Bare`].
     ///
     /// A message is settled after its reply was sent, so up to 1,000 handled messages may be unsettled.
+    /// Bodies are compared, unless [`fingerprints`](Self::fingerprints) is set afterwards.
     pub fn replying_handler<H2: ReplyingHandler, P: Publisher>(
         self,
         handler: H2,
@@ -402,6 +403,10 @@ impl<S: Connect, T: Store + 'static, H, D> Builder<S, T, H, D> {
         } = self;
         let (pending, store) = (Arc::default(), Arc::new(store) as Arc<dyn Store>);
         settings.replies = ReplyUse::Replies;
+        // Without it, another request that uses the id by mistake would get the reply.
+        if let Fingerprints::ByGuarantee = settings.fingerprints {
+            settings.fingerprints = Fingerprints::Body;
+        }
         Builder {
             handler: Replying::new(handler, Arc::clone(&pending), &replies),
             store: ReplyStore {
@@ -537,7 +542,11 @@ async fn run<S: Connect, H: Handler, D: Decode>(
             order: settings.order,
             max_unsettled_time: Some(settings.max_unsettled_time()),
             id: Some(id.clone()),
-            scope: settings.scope.clone(),
+            recording: Recording {
+                scope: settings.scope.clone(),
+                fingerprints: settings.fingerprints.clone(),
+                guarantee: settings.guarantee,
+            },
         };
         Ok::<_, Error>(source.connect(options).await?)
     };

@@ -376,9 +376,9 @@ pub trait Publisher: Send + Sync + 'static {
     /// [`SourceError::Misconfigured`] ends the relay.
     fn preflight(&self) -> impl Future<Output = Result<(), SourceError>> + Send;
 
-    /// Publishes a message, and returns once the broker has confirmed it. Called concurrently, at
-    /// most once at a time for one destination and key. If the future is dropped, the message may
-    /// be published.
+    /// Publishes a message, and returns once the broker has confirmed it. Called concurrently;
+    /// messages with a key at most once at a time for one destination and key. If the future is
+    /// dropped, the message may be published.
     ///
     /// # Errors
     /// [`NotPublished`] says whether another attempt may succeed. The future must end: it has a
@@ -396,8 +396,12 @@ pub enum NotPublished {
     /// relay parks it.
     #[error("refused: {0}")]
     Refused(#[source] BoxError),
-    /// It is not confirmed, and may be published. The broker or the destination may be unavailable
-    /// or missing: the relay tries again, and other destinations continue.
+    /// The destination is missing, full or not permitted, and the message is not published. The relay
+    /// tries again, and other destinations continue.
+    #[error("{0}")]
+    NoDestination(#[source] BoxError),
+    /// It is not confirmed, and may be published. The broker may be unavailable: the relay tries
+    /// again.
     #[error("{0}")]
     NotConfirmed(#[source] BoxError),
 }

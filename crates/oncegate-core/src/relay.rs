@@ -285,7 +285,7 @@ impl<O: Outbox, P: Publisher> Relay<O, P> {
                     "message of the outbox cannot be published; it is parked, and later messages of its key wait; change what the error names, then `oncegate outbox retry --number` or `drop --number`"
                 );
             }
-            Err(NotPublished::NotConfirmed(error)) => {
+            Err(NotPublished::NoDestination(error) | NotPublished::NotConfirmed(error)) => {
                 counter!(metric::OUTBOX_FAILED).increment(1);
                 if let Some(suppressed_lines) = failures.due(&destination) {
                     tracing::warn!(

@@ -15,19 +15,19 @@ use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
 use crate::handler::{Failure, Handler, NoReconcile, Reconciled};
-use crate::id::{Key, Scope};
+use crate::id::Key;
 use crate::internal::Lock;
 use crate::marker::Token;
 use crate::message::{Message, ReplyAddress};
 use crate::outbox::{CORRELATION_ID_HEADER, Publisher};
-use crate::run_context::RunContext;
+use crate::source::Recording;
 
 pub use source::{ConnectedReplySource, ReplySource};
 pub use store::ReplyStore;
@@ -106,16 +106,18 @@ impl<P: Publisher> Replies<P> {
         }
     }
 
-    /// The largest reply, in bytes of JSON. Default: 64 KiB. The outcome of a handler that returns a
-    /// larger one is unknown.
+    /// The largest reply, in bytes of JSON. Default: 64 KiB. With a larger one, the message is done
+    /// without a reply, and a warning is logged.
     #[must_use]
     pub fn max_bytes(mut self, bytes: usize) -> Self {
         self.max_bytes = bytes;
         self
     }
 
-    /// How long the publishing of a reply is retried, for example because its queue does not exist.
-    /// After that, the message is settled without a reply, and a warning is logged. Default: 10 s.
+    /// How long the publishing of a reply is retried whose queue or topic is missing or full. After
+    /// that, the message is settled without a reply, a warning is logged, and for as long again
+    /// replies to that queue are tried once. Default: 10 s. While the broker is unavailable, the reply
+    /// waits, and the message is not settled.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -168,23 +170,45 @@ impl<P: Publisher> fmt::Debug for Replies<P> {
 #[derive(Debug, Default)]
 pub(crate) struct PendingReplies {
     /// Set when the source is connected, before the first run.
-    scope: OnceLock<Scope>,
-    of_claims: Lock<HashMap<(Key, Token), Vec<u8>>>,
+    recording: OnceLock<Recording>,
+    of_claims: Lock<HashMap<(Key, Token), PendingReply>>,
 }
+
+/// The reply of a run.
+#[derive(Debug)]
+struct PendingReply {
+    reply: Vec<u8>,
+    kept_since: Instant,
+}
+
+/// From this number of pending replies, those of runs that lost their claim are removed.
+const SWEEP_AT: usize = 4_096;
+
+/// A reply that is pending for longer is that of a run that lost its claim, unless the store was
+/// unavailable meanwhile.
+const LONGEST_PENDING: Duration = Duration::from_secs(3_600);
 
 impl PendingReplies {
     fn insert(&self, cx: &Context, reply: Vec<u8>) {
-        let (Some(scope), Some(id)) = (self.scope.get(), &cx.0.id) else {
+        let (Some(recording), Some(id)) = (self.recording.get(), &cx.0.id) else {
             return; // does not occur
         };
         if let Some(lease) = &cx.0.lease {
-            let claim = (scope.key(id), lease.token);
-            self.of_claims.lock().insert(claim, reply);
+            let mut of_claims = self.of_claims.lock();
+            if of_claims.len() >= SWEEP_AT {
+                of_claims.retain(|_, pending| pending.kept_since.elapsed() < LONGEST_PENDING);
+            }
+            let pending = PendingReply {
+                reply,
+                kept_since: Instant::now(),
+            };
+            of_claims.insert((recording.scope.key(id), lease.token), pending);
         }
     }
 }
 
-/// A [`ReplyingHandler`] as a handler: see [`Builder::replying_handler`](crate::Builder::replying_handler).
+/// A [`ReplyingHandler`] as a handler: see
+/// [`Builder::replying_handler`](crate::Builder::replying_handler).
 pub struct Replying<H> {
     handler: H,
     pending: Arc<PendingReplies>,
@@ -208,20 +232,26 @@ impl<H> fmt::Debug for Replying<H> {
 }
 
 impl<H: ReplyingHandler> Replying<H> {
-    /// Keeps the reply for the store.
-    fn keep(&self, reply: &H::Reply, cx: &Context) -> Result<(), Failure> {
-        // The error of a serializer may quote the reply.
-        let encoded = serde_json::to_vec(reply)
-            .map_err(|_| Failure::InDoubt("the reply cannot be serialized as JSON".into()))?;
-        if encoded.len() > self.max_bytes {
-            let (bytes, limit) = (encoded.len(), self.max_bytes);
-            let text = format!(
-                "the reply has {bytes} bytes, and at most {limit} are allowed; raise `Replies::max_bytes`"
-            );
-            return Err(Failure::InDoubt(text.into()));
-        }
-        self.pending.insert(cx, encoded);
-        Ok(())
+    /// Keeps the reply for the store. A reply that cannot be stored is left out, because the effect
+    /// happened.
+    fn keep(&self, reply: &H::Reply, cx: &Context) {
+        let problem = match serde_json::to_vec(reply) {
+            Ok(encoded) if encoded.len() <= self.max_bytes => {
+                return self.pending.insert(cx, encoded);
+            }
+            Ok(encoded) => format!(
+                "it has {} bytes, and at most {} are allowed; raise `Replies::max_bytes`",
+                encoded.len(),
+                self.max_bytes
+            ),
+            // The error of a serializer may quote the reply.
+            Err(_) => "it cannot be serialized as JSON".to_owned(),
+        };
+        tracing::warn!(
+            id = cx.id(),
+            problem,
+            "reply not stored: the message is done, and its sender gets none"
+        );
     }
 }
 
@@ -230,22 +260,14 @@ impl<H: ReplyingHandler> Handler for Replying<H> {
 
     async fn handle(&self, payload: Self::Payload, cx: &Context) -> Result<(), Failure> {
         let reply = self.handler.handle(payload, cx).await?;
-        self.keep(&reply, cx)
-    }
-
-    async fn run(
-        &self,
-        payload: Self::Payload,
-        cx: &Context,
-        _: &RunContext,
-    ) -> Result<(), Failure> {
-        self.handle(payload, cx).await
+        self.keep(&reply, cx);
+        Ok(())
     }
 
     async fn reconcile(&self, payload: Self::Payload, cx: &Context) -> Result<Reconciled, Failure> {
         Ok(match self.handler.reconcile(payload, cx).await? {
             ReconciledReply::Happened(reply) => {
-                self.keep(&reply, cx)?;
+                self.keep(&reply, cx);
                 Reconciled::Happened
             }
             ReconciledReply::DidNotHappen => Reconciled::DidNotHappen,

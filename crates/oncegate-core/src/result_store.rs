@@ -3,7 +3,7 @@
 use async_trait::async_trait;
 
 use crate::id::Key;
-use crate::marker::{Operation, Verdict};
+use crate::marker::{Fingerprint, Operation, Verdict};
 use crate::store::StoreError;
 
 /// Stores results, so that a caller who repeats a request gets the answer of its first run:
@@ -13,15 +13,18 @@ use crate::store::StoreError;
 /// # The contract
 /// - A result is written together with the done marker of its run: both or neither, with the same
 ///   expiry. While the marker is done, its result is never replaced.
-/// - A marker that leaves the state done takes its result with it:
-///   [`OperationKind::Forget`](crate::marker::OperationKind::Forget) deletes the result not later
-///   than it changes the marker.
+/// - A result is only returned with the done marker with which it was written, and not for another
+///   body: if both fingerprints are known, they are equal.
+/// - [`OperationKind::Forget`](crate::marker::OperationKind::Forget) deletes the result together with
+///   the marker.
 /// - Each call returns in bounded time, and is safe to repeat.
 #[async_trait]
 pub trait ResultStore: Send + Sync {
-    /// Applies a completion ([`OperationKind::Complete`](crate::marker::OperationKind::Complete))
-    /// as [`Store::apply`](crate::Store::apply) does. If it writes the done marker, it stores the
-    /// result, in place of any other.
+    /// Applies [`OperationKind::Complete`](crate::marker::OperationKind::Complete), or
+    /// [`OperationKind::Resolve`](crate::marker::OperationKind::Resolve) with
+    /// [`Finding::Happened`](crate::marker::Finding::Happened), as
+    /// [`Store::apply`](crate::Store::apply) does. If it writes the done marker, it stores the result,
+    /// in place of any other.
     ///
     /// # Errors
     /// As for one operation of [`Store::apply`](crate::Store::apply).
@@ -31,11 +34,15 @@ pub trait ResultStore: Send + Sync {
         result: &[u8],
     ) -> Result<Completion, StoreError>;
 
-    /// The result of a done id; `None` if it has none, or is not done.
+    /// The result of a done id; `None` if it has none, is not done, or has another fingerprint.
     ///
     /// # Errors
     /// As for one operation of [`Store::apply`](crate::Store::apply).
-    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError>;
+    async fn read(
+        &self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<Option<Vec<u8>>, StoreError>;
 }
 
 /// The answer to [`ResultStore::complete`].
@@ -43,7 +50,7 @@ pub trait ResultStore: Send + Sync {
 pub struct Completion {
     /// The verdict on the completion.
     pub verdict: Verdict,
-    /// If the id was done before, and nothing was changed: its result. It is that of this very run
-    /// if the reply to an earlier request was lost.
+    /// If the id was done before, and nothing was changed: its result, if it has one. It is that of
+    /// this very run if the reply to an earlier request was lost.
     pub earlier: Option<Vec<u8>>,
 }

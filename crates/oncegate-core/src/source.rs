@@ -6,7 +6,9 @@ use async_trait::async_trait;
 
 use crate::id::{IdSource, Scope};
 use crate::lifecycle::{Reason, Settlement};
+use crate::marker::Guarantee;
 use crate::message::{Message, Origin};
+use crate::settings::Fingerprints;
 use crate::store::BoxError;
 
 /// Receives messages from a broker and settles them.
@@ -187,8 +189,16 @@ pub struct ConnectOptions {
     pub max_unsettled_time: Option<Duration>,
     /// From where ids are read, for the log lines of messages that the source rejects by itself.
     pub id: Option<IdSource>,
-    /// The scope of the ids in the store.
+    /// How the ids of messages are recorded.
+    pub(crate) recording: Recording,
+}
+
+/// How the ids of messages are recorded in the store.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Recording {
     pub(crate) scope: Scope,
+    pub(crate) fingerprints: Fingerprints,
+    pub(crate) guarantee: Guarantee,
 }
 
 /// The maximum that [`Source::receive`] may append.

@@ -640,8 +640,12 @@ impl ResultStore for LosesFirstReplies {
         self.lose(self.store.complete(completion, result).await?)
     }
 
-    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError> {
-        self.lose(self.store.read(key).await?)
+    async fn read(
+        &self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
+        self.lose(self.store.read(key, fingerprint).await?)
     }
 }
 

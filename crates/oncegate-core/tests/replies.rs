@@ -32,8 +32,14 @@ impl Publisher for ReplyQueues {
         let failed = self
             .failures
             .fetch_update(Ordering::SeqCst, Ordering::SeqCst, count_down);
-        if message.destination == "gone" || failed.is_ok() {
-            return Err(NotPublished::NotConfirmed("the queue is missing".into()));
+        if failed.is_ok() {
+            return Err(NotPublished::NotConfirmed(
+                "the broker is unavailable".into(),
+            ));
+        }
+        assert!(message.destination != "panics", "the publisher panics");
+        if message.destination == "gone" {
+            return Err(NotPublished::NoDestination("the queue is missing".into()));
         }
         if message.destination == "refused" {
             return Err(NotPublished::Refused("it is too large".into()));
@@ -121,7 +127,9 @@ impl Fixture {
         let handler = Charge {
             runs: self.runs.clone(),
         };
-        let replies = Replies::by(self.queues.clone()).timeout(Duration::from_millis(300));
+        let replies = Replies::by(self.queues.clone())
+            .max_bytes("[2004,4200]".len())
+            .timeout(Duration::from_millis(300));
         Consumer::builder()
             .source(self.broker.source())
             .store(store)
@@ -212,15 +220,37 @@ async fn a_missing_reply_queue_stops_neither_the_consumer_nor_the_message() {
     fixture.request("payment-1", 2, "gone", "first");
     fixture.request("payment-2", 3, "refused", "second");
     fixture.request("payment-3", 4, "answers", "third");
+    fixture.request("payment-4", 5, "panics", "fourth");
+    // After the first timeout, replies to the queue are tried once.
+    for id in 0..2_000 {
+        fixture.request(&format!("lost-{id}"), 6, "gone", "nobody");
+    }
     fixture.until_settled(Guarantee::AtMostOnce).await;
-    assert_eq!(fixture.runs(), 3);
+    assert_eq!(fixture.runs(), 2_004);
     let replies = fixture.queues.replies().await;
     assert_eq!(replies.len(), 1, "{replies:?}");
     // The sender asks again, and names a queue that exists.
     fixture.request("payment-1", 2, "answers", "again");
     fixture.until_settled(Guarantee::AtMostOnce).await;
-    assert_eq!(fixture.runs(), 3);
+    assert_eq!(fixture.runs(), 2_004);
     assert_eq!(fixture.queues.replies().await.len(), 2);
+}
+
+/// A reply that cannot be stored does not repeat the effect, and another body gets no reply.
+#[tokio::test]
+async fn a_reply_that_is_too_large_and_another_body_get_none() {
+    let fixture = Fixture::new();
+    fixture.request("large", u32::MAX, "answers", "first");
+    fixture.until_settled(Guarantee::EffectivelyOnce).await;
+    fixture.request("payment-1", 2, "answers", "second");
+    fixture.until_settled(Guarantee::EffectivelyOnce).await;
+    fixture.request("payment-1", 3, "answers", "third");
+    fixture.until_settled(Guarantee::EffectivelyOnce).await;
+    assert_eq!(fixture.runs(), 2);
+    assert_eq!(fixture.queues.replies().await.len(), 1);
+    let dead = fixture.broker.dead_letters();
+    assert_eq!(dead.len(), 1, "{dead:?}");
+    assert_eq!(dead[0].reason.as_str(), "conflict");
 }
 
 #[tokio::test]
@@ -257,7 +287,7 @@ async fn a_message_stays_unsettled_until_its_reply_was_sent() {
     let key = Scope::named("tests").expect("a scope");
     let key = key.key(&MessageId::new("payment-1").expect("an id"));
     let is_done = async {
-        while fixture.store.marker(&key).0 != marker::Marker::Done(None) {
+        while !matches!(fixture.store.marker(&key).0, marker::Marker::Done(_)) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
@@ -307,8 +337,12 @@ impl ResultStore for LosesReplies {
         }
     }
 
-    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError> {
-        self.store.read(key).await
+    async fn read(
+        &self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
+        self.store.read(key, fingerprint).await
     }
 }
 

@@ -2,8 +2,10 @@
 -- ARGV holds the operation and the terms that all KEYS share, then for each key the record of a first claim with the caller's
 -- token, attempt and fingerprint. Returns one string for each key: a verdict or an error. An error on one key does not affect the
 -- others.
--- 'complete with result' has two keys, of a marker and of its result, and the result after the record. It returns the verdict, and
--- the result if the id was done before.
+-- For 'free', the keys of the results follow those of the markers, if results are kept.
+-- 'complete with result', 'happened with result' and 'result' have two keys, of a marker and of its result. The first two have the
+-- result after the record; they return the verdict, and the result if the id was done before. 'result' returns the result of a done
+-- id.
 
 -- operation: its name. lease, window: in milliseconds. horizon: how long an unresolved marker of the caller is kept, in
 -- milliseconds; unresolved: the same in at most once. seen, freed: for 'free' the record that the operator read, and the record
@@ -147,8 +149,9 @@ local function claim(key, token, fingerprint, found)
   return grant_in_doubt(base, crashes)
 end
 
--- An operation of an operator: replaces the marker that the operator read, if it is unchanged or was replaced already.
-local function free(key, raw, found)
+-- An operation of an operator: replaces the marker that the operator read, if it is unchanged or was replaced already. Deletes the
+-- result.
+local function free(key, raw, found, result_key)
   raw = raw or ''
   if freed == '' then return 'lost' end
   if raw ~= seen and raw ~= freed then return 'lost' end
@@ -157,10 +160,14 @@ local function free(key, raw, found)
     if failed then return failed end
     if not marker_age or marker_age <= tonumber(found.lease) then return 'lost' end
   end
+  if result_key then
+    local deleted = delete(result_key, 'kept')
+    if deleted ~= 'kept' then return deleted end
+  end
   return write(key, freed, window, 'kept')
 end
 
-local function apply(key, own_claim)
+local function apply(key, own_claim, result_key)
   local caller = read(own_claim)
   local token, number, fingerprint = caller.token, caller.number, caller.fingerprint
   local raw = call('GET', key)
@@ -168,7 +175,7 @@ local function apply(key, own_claim)
   local found, unreadable = read(raw)
   if not found then return unreadable end
   if operation == 'claim' then return claim(key, token, fingerprint, found) end
-  if operation == 'free' then return free(key, raw, found) end
+  if operation == 'free' then return free(key, raw, found, result_key) end
 
   local state = found.state
   local is_claimable = state == 'absent' or state == 'cleared'
@@ -233,15 +240,31 @@ local function apply(key, own_claim)
   return 'lost'
 end
 
+-- The largest difference between the expiries of a marker and of its result, in milliseconds: Redis 7.0 reads its clock anew for each
+-- command of a script.
+local EXPIRY_TOLERANCE = 1000
+
+-- The result of a done marker: not that of another body, and not one that outlived its own marker, whose expiry was another.
+local function result_of(key, result_key, found, fingerprint)
+  local other_body = found.fingerprint ~= '-' and fingerprint ~= '-' and found.fingerprint ~= fingerprint
+  if found.state ~= 'done' or other_body then return false end
+  local result = call('GET', result_key)
+  if not result or type(result) == 'table' then return result end
+  local expires_in, result_expires_in = call('PTTL', key), call('PTTL', result_key)
+  if type(expires_in) == 'table' then return expires_in end
+  if type(result_expires_in) == 'table' then return result_expires_in end
+  return math.abs(expires_in - result_expires_in) <= EXPIRY_TOLERANCE and result
+end
+
 -- Writes the result and the done marker, or neither. The result of a done marker is kept.
 local function complete_with_result(key, result_key, own_claim, result)
-  operation = 'complete'
   local raw = call('GET', key)
   local found = type(raw) ~= 'table' and read(raw)
-  if found and found.state == 'done' then
-    local earlier = call('GET', result_key)
+  if not found then return { apply(key, own_claim), false } end
+  if found.state == 'done' then
+    local earlier = result_of(key, result_key, found, read(own_claim).fingerprint)
     if type(earlier) == 'table' then return { 'error ' .. earlier.err, false } end
-    return { 'done', earlier }
+    return { apply(key, own_claim), earlier }
   end
   local stored = write(result_key, result, window, 'stored')
   if stored ~= 'stored' then return { stored, false } end
@@ -250,7 +273,18 @@ local function complete_with_result(key, result_key, own_claim, result)
   return { verdict, false }
 end
 
-if operation == 'complete with result' then
+if operation == 'result' then
+  local raw = call('GET', KEYS[1])
+  if type(raw) == 'table' then return { 'error ' .. raw.err, false } end
+  local found, unreadable = read(raw)
+  if not found then return { unreadable, false } end
+  local result = result_of(KEYS[1], KEYS[2], found, read(ARGV[SHARED + 1]).fingerprint)
+  if type(result) == 'table' then return { 'error ' .. result.err, false } end
+  return { 'kept', result }
+end
+local completion = operation:match('^(.*) with result$')
+if completion then
+  operation = completion
   return complete_with_result(KEYS[1], KEYS[2], ARGV[SHARED + 1], ARGV[SHARED + 2])
 end
 
@@ -259,12 +293,13 @@ end
 local raw_values = operation == 'complete' and call('MGET', unpack(KEYS)) or {}
 
 local answers = {}
-for i, key in ipairs(KEYS) do
-  local own_claim = ARGV[SHARED + i]
+local count = #ARGV - SHARED
+for i = 1, count do
+  local key, own_claim = KEYS[i], ARGV[SHARED + i]
   if raw_values[i] == own_claim then
     answers[i] = write(key, own_claim:sub(-1) == '-' and '1' or '-1' .. own_claim:sub(-18), window, 'done')
   else
-    answers[i] = apply(key, own_claim)
+    answers[i] = apply(key, own_claim, KEYS[count + i])
   end
 end
 return answers

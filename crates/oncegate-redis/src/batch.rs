@@ -17,6 +17,7 @@ use crate::preflight::{self, PreflightRequest};
 use crate::record;
 use crate::refresh::TopologyRefresh;
 use crate::reply;
+use crate::results::KeepsResults;
 use crate::router::{CommandTarget, ConnectionKind, Router, RoutingView};
 use crate::script::{self, ScriptRef};
 use pipeline::{PipelineReplies, ServerPipeline};
@@ -498,7 +499,9 @@ impl OperationBatch<'_> {
 
     fn script_call(&self, script: ScriptRef, call: &[usize]) -> Cmd {
         let operations = call.iter().map(|index| &self.operations[*index]);
-        script::call(script, self.prefix, &self.operations[call[0]], operations)
+        let results = KeepsResults::of(self.router, self.prefix);
+        let first = &self.operations[call[0]];
+        script::call(script, self.prefix, first, operations, results)
     }
 
     fn key(&self, index: usize) -> Vec<u8> {

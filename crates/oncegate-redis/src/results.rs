@@ -1,22 +1,25 @@
 //! The results of completed runs: [`ResultStore`].
 //!
 //! A result is the value of a key of its own, `<prefix>!result:{<prefix><id>}`, which in a Cluster
-//! has the slot of the marker. `apply.lua` writes both, with the same expiry.
+//! has the slot of the marker. `apply.lua` writes both, with the same expiry, and reads a result only
+//! beside the marker with which it was written: a marker with another expiry is that of another run.
 
 use async_trait::async_trait;
-use oncegate_core::marker::{Guarantee, Marker, Operation};
+use oncegate_core::marker::{
+    Fingerprint, Guarantee, Operation, OperationKind, Terms, Token, UNRESOLVED_AT_MOST_ONCE,
+    Verdict,
+};
 use oncegate_core::{Completion, Key, ResultStore, StoreError};
 use redis::{Cmd, Pipeline, Value};
 
 use crate::cluster::hash_tag;
-use crate::failure::{StoreFailure, unreadable};
-use crate::record;
+use crate::failure::{self, StoreFailure};
 use crate::reply;
-use crate::router::CommandTarget;
+use crate::router::{CommandTarget, Router};
 use crate::script::{self, ScriptRef};
 use crate::store::Redis;
 
-/// How often commands are sent again because a Cluster node redirected them.
+/// How often a command is sent again because a Cluster node redirected it.
 const MAX_REDIRECTIONS: u32 = 3;
 
 #[async_trait]
@@ -30,118 +33,156 @@ impl ResultStore for Redis {
             let why = "Guarantee::Bare keeps no results; use another guarantee";
             return Err(StoreFailure::misconfigured(why).into());
         }
-        let keys = ResultKeys::of(self, &completion.key);
+        let keys = ResultKeys::of(self.prefix_bytes(), &completion.key);
         let call =
-            |script| script::result_call(script, &keys.marker, &keys.result, completion, result);
-        let mut replies = self.send_to_slot(&keys, &[call(ScriptRef::Digest)]).await?;
-        if let Some(Value::ServerError(error)) = replies.first()
-            && error.code() == "NOSCRIPT"
-        {
-            replies = self.send_to_slot(&keys, &[call(ScriptRef::Source)]).await?;
-        }
-        match reply::success(replies.pop())? {
-            Value::Array(answer) => match <[Value; 2]>::try_from(answer) {
-                Ok([verdict, earlier]) => Ok(Completion {
-                    verdict: reply::answer(&verdict)?,
-                    earlier: bytes(earlier)?,
-                }),
-                Err(answer) => Err(reply::unexpected(&Value::Array(answer)).into()),
-            },
-            other => Err(reply::unexpected(&other).into()),
-        }
+            |script: ScriptRef| script::completion_with_result(script, &keys, completion, result);
+        let (verdict, earlier) = self.call(&keys.marker, call).await?;
+        Ok(Completion { verdict, earlier })
     }
 
-    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError> {
-        let keys = ResultKeys::of(self, key);
-        let (marker, result) = self.read_with_marker(&keys).await?;
-        Ok(result.filter(|_| matches!(marker, Marker::Done(_))))
+    async fn read(
+        &self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
+        // Only the key and the fingerprint are used.
+        let claim = Operation {
+            key: key.clone(),
+            kind: OperationKind::Claim,
+            token: Token(0),
+            attempt: 0,
+            terms: Terms {
+                guarantee: Guarantee::EffectivelyOnce,
+                lease: UNRESOLVED_AT_MOST_ONCE,
+                window: UNRESOLVED_AT_MOST_ONCE,
+                fingerprint,
+            },
+        };
+        let keys = ResultKeys::of(self.prefix_bytes(), key);
+        let call = |script: ScriptRef| script::read_result(script, &keys, &claim);
+        Ok(self.call(&keys.marker, call).await?.1)
     }
 }
 
-/// The keys of an id. In a Cluster they have the same slot.
-struct ResultKeys {
-    marker: Vec<u8>,
-    result: Vec<u8>,
+/// The keys of an id.
+pub(crate) struct ResultKeys {
+    pub(crate) marker: Vec<u8>,
+    pub(crate) result: Vec<u8>,
 }
 
 impl ResultKeys {
-    fn of(store: &Redis, key: &Key) -> Self {
-        let marker = [store.prefix_bytes(), key.as_bytes()].concat();
-        let result = [store.prefix_bytes(), b"!result:{", &marker, b"}"].concat();
+    pub(crate) fn of(prefix: &[u8], key: &Key) -> Self {
+        let marker = [prefix, key.as_bytes()].concat();
+        let result = [prefix, b"!result:{", &marker, b"}"].concat();
         Self { marker, result }
     }
 }
 
-/// Whether in a Cluster a marker and its result have the same slot: the prefix has a hash tag, which
-/// both then have, or no brace, so that the marker's key is the hash tag of the result's.
-pub(crate) fn have_one_slot(prefix: &[u8]) -> bool {
-    hash_tag(prefix).is_some() || !prefix.iter().any(|byte| matches!(byte, b'{' | b'}'))
+/// Whether a store keeps results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KeepsResults {
+    Yes,
+    /// In a Cluster, marker and result would not have the same slot.
+    No,
+}
+
+impl KeepsResults {
+    /// In a Cluster the prefix needs a hash tag, which both keys then have, or no brace, so that the
+    /// marker's key is the hash tag of the result's.
+    pub(crate) fn of(router: &Router, prefix: &[u8]) -> Self {
+        let has_brace = || prefix.iter().any(|byte| matches!(byte, b'{' | b'}'));
+        match router {
+            Router::Cluster(_) if hash_tag(prefix).is_none() && has_brace() => Self::No,
+            Router::Cluster(_) | Router::Single(_) => Self::Yes,
+        }
+    }
 }
 
 impl Redis {
-    /// Deletes the result of an id before its done marker is forgotten, if it still has the marker that
-    /// the operator read.
-    pub(crate) async fn delete_result(&self, key: &Key, seen: Marker) -> Result<(), StoreFailure> {
-        let keys = ResultKeys::of(self, key);
-        let (marker, result) = self.read_with_marker(&keys).await?;
-        if marker == seen && result.is_some() {
-            let delete = redis::cmd("DEL").arg(&keys.result).to_owned();
-            reply::success(self.send_to_slot(&keys, &[delete]).await?.pop())?;
+    /// Calls the script for one id. Returns the verdict and a result.
+    async fn call(
+        &self,
+        marker_key: &[u8],
+        call: impl Fn(ScriptRef) -> Cmd,
+    ) -> Result<(Verdict, Option<Vec<u8>>), StoreFailure> {
+        let mut reply = self
+            .send_to_owner(marker_key, call(ScriptRef::Digest))
+            .await?;
+        if matches!(&reply, Value::ServerError(error) if error.code() == "NOSCRIPT") {
+            reply = self
+                .send_to_owner(marker_key, call(ScriptRef::Source))
+                .await?;
         }
-        Ok(())
-    }
-
-    async fn read_with_marker(
-        &self,
-        keys: &ResultKeys,
-    ) -> Result<(Marker, Option<Vec<u8>>), StoreFailure> {
-        let get = |key: &[u8]| redis::cmd("GET").arg(key).to_owned();
-        let mut replies = self
-            .send_to_slot(keys, &[get(&keys.marker), get(&keys.result)])
-            .await?
-            .into_iter();
-        let marker = match bytes(reply::success(replies.next())?)? {
-            Some(raw) => record::decode(&raw).map_err(unreadable)?,
-            None => Marker::Absent,
+        let answer = match reply {
+            Value::Array(answer) => <[Value; 2]>::try_from(answer).map_err(Value::Array),
+            other => Err(other),
         };
-        Ok((marker, bytes(reply::success(replies.next())?)?))
+        match answer {
+            Ok([verdict, result]) => Ok((self.verdict(&verdict)?, bytes(result)?)),
+            Err(Value::ServerError(error)) => {
+                Err(self.server_failure(error.code(), error.details().unwrap_or_default()))
+            }
+            Err(other) => Err(reply::unexpected(&other)),
+        }
     }
 
-    /// Sends commands for the slot of these keys to its server, and follows redirections. A reply may
-    /// be [`Value::ServerError`].
-    async fn send_to_slot(
-        &self,
-        keys: &ResultKeys,
-        commands: &[Cmd],
-    ) -> Result<Vec<Value>, StoreFailure> {
+    /// Reads a verdict, which may be `error …`.
+    fn verdict(&self, value: &Value) -> Result<Verdict, StoreFailure> {
+        match value {
+            Value::BulkString(text) if text.starts_with(b"error ") => {
+                let text = String::from_utf8_lossy(&text[b"error ".len()..]);
+                let (code, detail) = text.split_once(' ').unwrap_or((&text, ""));
+                Err(self.server_failure(code, detail))
+            }
+            value => reply::verdict(value),
+        }
+    }
+
+    fn server_failure(&self, code: &str, detail: &str) -> StoreFailure {
+        let moved = failure::is_not_served(code) && matches!(self.router(), Router::Cluster(_));
+        if moved || matches!(code, "READONLY" | "MASTERDOWN") {
+            self.router().invalidate();
+        }
+        if moved {
+            return StoreFailure::not_applied(format!("Redis replied {code} {detail}"));
+        }
+        failure::from_server_error(code, detail)
+    }
+
+    /// Sends a command to the server of a key, and follows redirections. The reply may be
+    /// [`Value::ServerError`].
+    async fn send_to_owner(&self, key: &[u8], command: Cmd) -> Result<Value, StoreFailure> {
         let mut target = CommandTarget::Owner;
         for _ in 0..=MAX_REDIRECTIONS {
             let view = self.router().view().await?;
             let connections = view
-                .connections(&keys.marker, &target)
+                .connections(key, &target)
                 .await
                 .inspect_err(|_| self.router().invalidate())?;
-            let asking = matches!(target, CommandTarget::Ask(_));
-            let mut pipeline = Pipeline::with_capacity(2 * commands.len());
-            for command in commands {
-                if asking {
-                    pipeline.cmd("ASKING");
-                }
-                pipeline.add_command(command.clone());
+            let mut pipeline = Pipeline::with_capacity(2);
+            if matches!(target, CommandTarget::Ask(_)) {
+                pipeline.cmd("ASKING");
             }
-            let replies = connections
+            pipeline.add_command(command.clone());
+            let reply = connections
                 .general
                 .send(&pipeline)
                 .await
-                .inspect_err(|_| self.router().invalidate())?;
-            let each = if asking { 2 } else { 1 };
-            let replies: Vec<Value> = replies.into_iter().skip(each - 1).step_by(each).collect();
-            match replies.iter().find_map(redirection) {
+                .inspect_err(|_| self.router().invalidate())?
+                .pop();
+            let reply = reply.unwrap_or(Value::Nil);
+            let redirected = match (&reply, self.router()) {
+                (Value::ServerError(error), Router::Cluster(_)) => {
+                    reply::redirection(error.code(), error.details().unwrap_or_default())
+                }
+                _ => None,
+            };
+            match redirected {
                 Some(redirected) => {
                     self.router().invalidate();
                     target = redirected;
                 }
-                None => return Ok(replies),
+                None => return Ok(reply),
             }
         }
         Err(StoreFailure::not_applied(
@@ -150,19 +191,10 @@ impl Redis {
     }
 }
 
-fn redirection(reply: &Value) -> Option<CommandTarget> {
-    match reply {
-        Value::ServerError(error) => {
-            reply::redirection(error.code(), error.details().unwrap_or_default())
-        }
-        _ => None,
-    }
-}
-
 /// The value of a key, if it exists.
 fn bytes(reply: Value) -> Result<Option<Vec<u8>>, StoreFailure> {
     match reply {
-        Value::Nil => Ok(None),
+        Value::Nil | Value::Boolean(false) => Ok(None),
         Value::BulkString(value) => Ok(Some(value)),
         other => Err(reply::unexpected(&other)),
     }

@@ -8,6 +8,7 @@ use oncegate_core::marker::{
 use redis::{Cmd, Script};
 
 use crate::record;
+use crate::results::{KeepsResults, ResultKeys};
 
 static APPLY: LazyLock<Script> = LazyLock::new(|| Script::new(include_str!("apply.lua")));
 
@@ -29,22 +30,31 @@ pub(crate) fn can_share_call(one: &Operation, other: &Operation) -> bool {
         && marker::freed(one) == marker::freed(other)
 }
 
-/// One call for operations that [can share it](can_share_call); at least one.
+/// One call for operations that [can share it](can_share_call); at least one. A forgotten id has no
+/// result, if results are kept.
 pub(crate) fn call<'a>(
     script: ScriptRef,
     prefix: &[u8],
     first: &Operation,
     operations: impl ExactSizeIterator<Item = &'a Operation> + Clone,
+    results: KeepsResults,
 ) -> Cmd {
     let count = operations.len();
+    let deletes_results =
+        results == KeepsResults::Yes && matches!(first.kind, OperationKind::Forget { .. });
     // Arguments and bytes to reserve; each operation has a key and a record.
     let mut call = start_call(script, 11 + 2 * count, 256 + 200 * count);
-    call.arg(count);
+    call.arg(if deletes_results { 2 * count } else { count });
     let mut key = prefix.to_vec();
     for operation in operations.clone() {
         key.truncate(prefix.len());
         key.extend_from_slice(operation.key.as_bytes());
         call.arg(&key[..]);
+    }
+    if deletes_results {
+        for operation in operations.clone() {
+            call.arg(ResultKeys::of(prefix, &operation.key).result);
+        }
     }
     add_shared_arguments(&mut call, kind_name(&first.kind), first);
     for operation in operations {
@@ -54,18 +64,27 @@ pub(crate) fn call<'a>(
 }
 
 /// A completion that stores a result.
-pub(crate) fn result_call(
+pub(crate) fn completion_with_result(
     script: ScriptRef,
-    marker_key: &[u8],
-    result_key: &[u8],
+    keys: &ResultKeys,
     completion: &Operation,
     result: &[u8],
 ) -> Cmd {
+    let name = format!("{} with result", kind_name(&completion.kind));
     let mut call = start_call(script, 15, 512 + result.len());
-    call.arg(2).arg(marker_key).arg(result_key);
-    add_shared_arguments(&mut call, "complete with result", completion);
+    call.arg(2).arg(&keys.marker).arg(&keys.result);
+    add_shared_arguments(&mut call, &name, completion);
     call.arg(record::first_claim(completion, completion.attempt))
         .arg(result);
+    call
+}
+
+/// Reads the result of a done id that has this fingerprint, or none.
+pub(crate) fn read_result(script: ScriptRef, keys: &ResultKeys, claim: &Operation) -> Cmd {
+    let mut call = start_call(script, 14, 512);
+    call.arg(2).arg(&keys.marker).arg(&keys.result);
+    add_shared_arguments(&mut call, "result", claim);
+    call.arg(record::first_claim(claim, 1));
     call
 }
 

@@ -17,8 +17,9 @@ use crate::durability::Durability;
 use crate::failure::Problem;
 use crate::loss_detector::LossDetector;
 use crate::preflight::PreflightRequest;
+use crate::results::KeepsResults;
 use crate::router::{Deployment, Router};
-use crate::{batch, persistence, preflight, results};
+use crate::{batch, persistence, preflight};
 
 /// The default timeout of a reply.
 const REPLY_TIMEOUT: Duration = Duration::from_millis(500);
@@ -370,14 +371,6 @@ impl Store for Redis {
                 }
             }
         }
-        for (operation, answer) in operations.iter().zip(&mut answers) {
-            if let OperationKind::Forget { seen } = operation.kind
-                && operation.terms.guarantee != Guarantee::Bare
-            {
-                let deleted = self.delete_result(&operation.key, seen).await;
-                *answer = deleted.err().map(Err);
-            }
-        }
         let detector = (self.data_loss == DataLossPolicy::Pause).then_some(&*self.loss_detector);
         batch::apply(
             &self.router,
@@ -429,9 +422,10 @@ impl Store for Redis {
     }
 
     fn results(&self) -> Option<&dyn ResultStore> {
-        let is_possible =
-            matches!(&*self.router, Router::Single(_)) || results::have_one_slot(&self.prefix);
-        is_possible.then_some(self)
+        match KeepsResults::of(&self.router, &self.prefix) {
+            KeepsResults::Yes => Some(self),
+            KeepsResults::No => None,
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use oncegate_core::marker::{Guarantee, Operation, Verdict};
+use oncegate_core::marker::{Fingerprint, Guarantee, Operation, Verdict};
 use oncegate_core::{Completion, Key, Persistence, ResultStore, Store, StoreError};
 
 /// A store behind a network that loses replies: the operations of a batch, or only the first n, are
@@ -113,7 +113,11 @@ impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> ResultStore for LosesRepli
         Err(StoreError::Unknown("the reply was lost".into()))
     }
 
-    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError> {
-        self.inner_results()?.read(key).await
+    async fn read(
+        &self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
+        self.inner_results()?.read(key, fingerprint).await
     }
 }

@@ -25,6 +25,10 @@ use crate::client::connector::{BrokerConnector, code, reply_code};
 use crate::client::tls::TlsFiles;
 use crate::protocol::message_copy::{header_frame_size, max_header_frame};
 
+/// The beginning of the routing key to a client that waits for its replies without a queue. RabbitMQ
+/// delivers such a message, and would return it as if it had reached no queue.
+const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to.";
+
 /// For this time after a failed attempt to connect, messages fail with its error.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(500);
 
@@ -187,7 +191,7 @@ async fn publish_on(
     properties: BasicProperties,
 ) -> (ChannelUse, Result<(), NotPublished>) {
     let options = BasicPublishOptions {
-        mandatory: true,
+        mandatory: !message.destination.starts_with(DIRECT_REPLY_TO),
         ..BasicPublishOptions::default()
     };
     let publishing = channel.basic_publish(
@@ -208,12 +212,12 @@ async fn publish_on(
                 "the message reached no queue ({}); create the queue, or bind one to the exchange",
                 returned.reply_text
             );
-            (ChannelUse::Reusable, Err(not_confirmed(&text)))
+            (ChannelUse::Reusable, Err(no_destination(&text)))
         }
         // The channel is closed because of a defect of RabbitMQ: see `refusing_channel`.
         Ok(Confirmation::Nack(None) | Confirmation::NotRequested) => (
             ChannelUse::Ended,
-            Err(not_confirmed(
+            Err(no_destination(
                 "basic.nack; check the length limit of the queue (x-max-length, x-max-length-bytes) and that a majority of its nodes runs",
             )),
         ),
@@ -228,12 +232,16 @@ fn failed(error: lapin::Error) -> NotPublished {
         Some(code::PRECONDITION_FAILED) => NotPublished::Refused(
             format!("{error}; raise max_message_size in rabbitmq.conf").into(),
         ),
-        Some(code::NOT_FOUND) => not_confirmed(&format!("{error}; create the exchange")),
-        Some(code::ACCESS_REFUSED) => not_confirmed(&format!(
+        Some(code::NOT_FOUND) => no_destination(&format!("{error}; create the exchange")),
+        Some(code::ACCESS_REFUSED) => no_destination(&format!(
             "{error}; grant the user the write permission on the exchange (amq.default for queues)"
         )),
         _ => NotPublished::NotConfirmed(error.into()),
     }
+}
+
+fn no_destination(text: &str) -> NotPublished {
+    NotPublished::NoDestination(text.into())
 }
 
 fn not_confirmed(text: &str) -> NotPublished {

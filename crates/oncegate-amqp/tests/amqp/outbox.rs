@@ -31,7 +31,9 @@ async fn declare(fixture: &QueueFixture) {
 
 fn not_confirmed(result: Result<(), NotPublished>) -> String {
     match result {
-        Err(NotPublished::NotConfirmed(error)) => error.to_string(),
+        Err(NotPublished::NoDestination(error) | NotPublished::NotConfirmed(error)) => {
+            error.to_string()
+        }
         other => panic!("{other:?}"),
     }
 }

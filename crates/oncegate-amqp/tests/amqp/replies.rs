@@ -129,6 +129,9 @@ async fn each_copy_of_a_request_gets_the_reply_of_the_first_run() {
         let body = String::from_utf8(reply.data).expect("JSON is UTF-8");
         received.entry(id.to_owned()).or_default().push(body);
     }
+    // Each reply is sent once.
+    let more = tokio::time::timeout(Duration::from_secs(2), direct_replies.next()).await;
+    assert!(more.is_err(), "{more:?}");
     assert_eq!(received.len(), REQUESTS as usize);
     for (id, bodies) in &received {
         assert_eq!(bodies.len(), COPIES as usize, "{id}: {bodies:?}");

@@ -332,6 +332,7 @@ impl<'a, T> GuardedRun<'a, T> {
     fn completed(&mut self, value: T) -> Outcome {
         let settings = &self.gate.0.results;
         if let Some(run) = &mut self.storing {
+            (run.encoded, run.unstorable) = (None, None);
             match (run.encode)(settings, &value) {
                 Ok(encoded) => run.encoded = Some(encoded),
                 Err(_) if settings.unstorable == UnstorableResult::CompleteWithout => {}
@@ -357,7 +358,7 @@ impl<'a, T> GuardedRun<'a, T> {
             if !gate.may_send().await {
                 continue;
             }
-            match results.read(&key).await {
+            match results.read(&key, self.fingerprint).await {
                 Err(error @ (StoreError::NotApplied(_) | StoreError::Unknown(_))) => {
                     gate.breaker.lock().not_answered(Instant::now());
                     failure = error;
@@ -433,6 +434,10 @@ impl<'a, T> GuardedRun<'a, T> {
 
     /// The error of an abandoned run.
     fn no_result(&mut self) -> GateError {
+        let unstorable = self.storing.as_mut().and_then(|run| run.unstorable.take());
+        if let Some(why) = unstorable {
+            return GateError::UnstorableResult(why);
+        }
         match (&self.result, self.store_error.take()) {
             (None, Some(error)) if self.failure.is_none() => GateError::Store(error),
             _ => GateError::NotRecorded,

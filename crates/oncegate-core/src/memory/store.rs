@@ -12,7 +12,7 @@ use super::done_log::{DoneLog, DoneMarker};
 use super::key_hash::{KeyHash, KeyHasher};
 use crate::id::Key;
 use crate::internal::Lock;
-use crate::marker::{Age, Change, Marker, Operation, Verdict, apply};
+use crate::marker::{Age, Change, Fingerprint, Marker, Operation, Verdict, apply};
 use crate::result_store::{Completion, ResultStore};
 use crate::store::{Persistence, Store, StoreError};
 
@@ -160,7 +160,7 @@ impl ResultStore for MemoryStore {
         let verdict = tables.apply(completion, key, now);
         let mut earlier = None;
         if was_done {
-            earlier = tables.result(key, now);
+            earlier = tables.result(key, completion.terms.fingerprint, now);
         } else if let Some(done) = tables.done_at(key, now) {
             let stored = StoredResult {
                 encoded: result.to_vec(),
@@ -171,10 +171,14 @@ impl ResultStore for MemoryStore {
         Ok(Completion { verdict, earlier })
     }
 
-    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError> {
+    async fn read(
+        &self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
         let tables = self.0.lock();
         let (now, key) = (tables.now(), tables.hasher.hash(key));
-        Ok(tables.result(key, now))
+        Ok(tables.result(key, fingerprint, now))
     }
 }
 
@@ -244,10 +248,13 @@ impl MarkerTables {
         self.done.find(key).filter(|done| now < done.expires)
     }
 
-    /// The result of an id.
-    fn result(&self, key: KeyHash, now: u64) -> Option<Vec<u8>> {
-        let stored = self.results.get(&key)?;
-        (now < stored.expires).then(|| stored.encoded.clone())
+    /// The result of a done id, unless its body is another one.
+    fn result(&self, key: KeyHash, fingerprint: Option<Fingerprint>, now: u64) -> Option<Vec<u8>> {
+        let done = self.done_at(key, now)?;
+        let is_other_body =
+            matches!((done.fingerprint, fingerprint), (Some(of), Some(own)) if of != own);
+        let stored = self.results.get(&key).filter(|_| !is_other_body)?;
+        Some(stored.encoded.clone())
     }
 
     /// Nanoseconds since the start of the store.

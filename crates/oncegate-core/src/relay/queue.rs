@@ -181,7 +181,9 @@ impl RelayQueue {
             Err(NotPublished::Refused(error)) => {
                 self.refused.push_back((number, error.to_string()))
             }
-            Err(NotPublished::NotConfirmed(_)) => return Some(self.fail(number, at, now)),
+            Err(NotPublished::NoDestination(_) | NotPublished::NotConfirmed(_)) => {
+                return Some(self.fail(number, at, now));
+            }
         }
         if self.failing.get(&at).is_some_and(|it| it.probe == number) {
             self.failing.remove(&at);

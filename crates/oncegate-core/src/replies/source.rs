@@ -1,26 +1,34 @@
 //! Sends the reply of each handled message before its source settles it.
 
+use std::collections::HashMap;
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use tokio::task::JoinSet;
+use futures_util::FutureExt;
+use tokio::task::{JoinError, JoinSet};
 
 use super::{PendingReplies, Replies};
 use crate::id::{IdSource, Key, MessageId};
 use crate::internal::{Backoff, Lock, LogThrottle};
 use crate::lifecycle::{Reason, Settlement};
+use crate::marker::Fingerprint;
 use crate::message::Origin;
 use crate::outbox::{CONTENT_TYPE_HEADER, NotPublished, OutboxMessage, Publisher};
+use crate::settings::MAX_DURATION;
 use crate::source::{
     Connect, ConnectOptions, Incoming, Limit, QueueLevel, Settled, Source, SourceError,
     SourceProperties,
 };
-use crate::store::{Store, StoreError};
+use crate::store::{BoxError, Store, StoreError};
 
 /// With this number of unsent replies nothing is received.
 const MAX_UNSENT: usize = 1_000;
+
+/// With this number of bytes in messages whose replies are unsent, nothing is received.
+const MAX_UNSENT_BYTES: usize = 64 * 1024 * 1024;
 
 /// At most one line about replies that were not sent in this period.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
@@ -44,18 +52,20 @@ impl<S: Connect, P: Publisher> Connect for ReplySource<S, P> {
 
     async fn connect(self, options: ConnectOptions) -> Result<Self::Source, SourceError> {
         self.replies.publisher.preflight().await?;
-        let _ = self.pending.scope.set(options.scope.clone());
+        let _ = self.pending.recording.set(options.recording.clone());
         let sender = ReplySender {
             replies: self.replies,
             store: self.store,
             pending: self.pending,
             id: options.id.clone(),
             log: Lock::new(LogThrottle::every(LOG_INTERVAL)),
+            without_queue: Lock::default(),
         };
         Ok(ConnectedReplySource {
             source: Box::new(self.source.connect(options).await?),
             sender: Arc::new(sender),
             sending: JoinSet::new(),
+            sending_bytes: 0,
             sent: Vec::new(),
         })
     }
@@ -66,16 +76,29 @@ pub struct ConnectedReplySource<S, P> {
     source: Box<S>,
     sender: Arc<ReplySender<P>>,
     sending: JoinSet<Settled>,
+    sending_bytes: usize,
     /// The messages whose replies were sent, to be settled.
     sent: Vec<Settled>,
 }
 
 impl<S: Source, P: Publisher> ConnectedReplySource<S, P> {
+    /// Settles the messages whose replies were sent.
     async fn settle_sent(&mut self) -> Result<(), SourceError> {
+        while let Some(sent) = self.sending.try_join_next() {
+            self.sent(sent);
+        }
         if self.sent.is_empty() {
             return Ok(());
         }
         self.source.settle(&mut self.sent).await
+    }
+
+    /// Takes the message of a task, which ends without a panic: see [`ReplySender::send`].
+    fn sent(&mut self, sent: Result<Settled, JoinError>) {
+        if let Ok(settled) = sent {
+            self.sending_bytes -= settled.delivery.message.size();
+            self.sent.push(settled);
+        }
     }
 }
 
@@ -83,26 +106,24 @@ impl<S: Source, P: Publisher> ConnectedReplySource<S, P> {
 impl<S: Source, P: Publisher> Source for ConnectedReplySource<S, P> {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         self.settle_sent().await?;
-        let limit = if self.sending.len() < MAX_UNSENT {
-            limit
-        } else {
-            Limit::NOTHING
-        };
+        let is_full = self.sending.len() >= MAX_UNSENT || self.sending_bytes >= MAX_UNSENT_BYTES;
+        let limit = if is_full { Limit::NOTHING } else { limit };
         tokio::select! {
             biased;
-            Some(sent) = self.sending.join_next() => self.sent.extend(sent.ok()),
-            received = self.source.receive(limit, into) => return received,
+            Some(sent) = self.sending.join_next() => {
+                self.sent(sent);
+                Ok(()) // settled by the next call
+            }
+            received = self.source.receive(limit, into) => received,
         }
-        while let Some(Ok(sent)) = self.sending.try_join_next() {
-            self.sent.push(sent);
-        }
-        Ok(())
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        for settled in settled.drain(..) {
+        for mut settled in settled.drain(..) {
             match self.sender.task(&settled) {
                 Some(task) => {
+                    settled.delivery.message.detach();
+                    self.sending_bytes += settled.delivery.message.size();
                     let sender = Arc::clone(&self.sender);
                     self.sending.spawn(async move {
                         sender.send(task).await;
@@ -120,15 +141,19 @@ impl<S: Source, P: Publisher> Source for ConnectedReplySource<S, P> {
     }
 
     async fn close(mut self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
+        // The other half of the time is for the source.
+        let now = Instant::now();
+        let half = now + deadline.saturating_duration_since(now) / 2;
         let all_sent = async {
             while let Some(sent) = self.sending.join_next().await {
-                self.sent.extend(sent.ok());
+                self.sent(sent);
             }
         };
         // Messages whose replies were not sent are redelivered.
-        let _ = tokio::time::timeout_at(deadline.into(), all_sent).await;
-        self.settle_sent().await?;
-        self.source.close(deadline).await
+        let _ = tokio::time::timeout_at(half.into(), all_sent).await;
+        let settled = self.settle_sent().await;
+        let closed = self.source.close(deadline).await;
+        settled.and(closed)
     }
 
     fn queue_level(&mut self, level: QueueLevel) {
@@ -151,6 +176,9 @@ struct ReplySender<P> {
     pending: Arc<PendingReplies>,
     id: Option<IdSource>,
     log: Lock<LogThrottle>,
+    /// The queues and topics to which a reply could not be published, and until when replies to them
+    /// are tried only once.
+    without_queue: Lock<HashMap<String, Instant>>,
 }
 
 impl<P: Publisher> ReplySender<P> {
@@ -162,6 +190,8 @@ impl<P: Publisher> ReplySender<P> {
         let message = &settled.delivery.message;
         let (address, correlation_header) = self.replies.address(message)?;
         let id = self.id.as_ref()?.read(message).ok()?;
+        let recording = self.pending.recording.get()?;
+        let fingerprint = recording.fingerprints.of(message, recording.guarantee);
         let mut headers = vec![(CONTENT_TYPE_HEADER.into(), "application/json".into())];
         headers.extend(
             address
@@ -171,61 +201,90 @@ impl<P: Publisher> ReplySender<P> {
         let mut message = OutboxMessage::new(format!("{id}/reply"), address.destination, "");
         message.headers = headers;
         Some(ReplyTask {
-            key: self.pending.scope.get()?.key(&id),
+            key: recording.scope.key(&id),
+            fingerprint,
             id,
             message,
         })
     }
 
-    /// Sends the stored reply, or logs why none is sent.
+    /// Sends the stored reply, or logs why none is sent. Does not panic.
     async fn send(&self, task: ReplyTask) {
-        let ReplyTask {
-            key,
-            id,
-            mut message,
-        } = task;
-        let why = match self.stored(&key).await {
-            Ok(Some(reply)) => {
-                message.body = reply.into();
-                match self.publish(&message).await {
-                    Ok(()) => return,
-                    Err(error) => error.to_string(),
-                }
-            }
-            Ok(None) => "the store has no reply: the message was completed without one".to_owned(),
-            Err(error) => error.to_string(),
+        let (id, destination) = (task.id.clone(), task.message.destination.clone());
+        let sent = AssertUnwindSafe(self.try_send(task)).catch_unwind().await;
+        let Err(error) = sent.unwrap_or_else(|_| Err("the publisher panicked".into())) else {
+            return;
         };
         if let Some(suppressed_lines) = self.log.lock().due(Instant::now()) {
-            tracing::warn!(%id, destination = %message.destination, error = %why, suppressed_lines, "reply not sent: the message is done and is settled; its sender may send it again to get the reply");
+            tracing::warn!(%id, destination, %error, suppressed_lines, "reply not sent: the message is done and is settled; its sender may send it again to get the reply");
         }
     }
 
+    async fn try_send(&self, task: ReplyTask) -> Result<(), BoxError> {
+        let ReplyTask {
+            key,
+            fingerprint,
+            mut message,
+            ..
+        } = task;
+        let reply = self.stored(&key, fingerprint).await?;
+        message.body = reply
+            .ok_or("the store has no reply: the message was completed without one")?
+            .into();
+        Ok(self.publish(&message).await?)
+    }
+
     /// The stored reply. Waits while the store is unavailable.
-    async fn stored(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError> {
+    async fn stored(
+        &self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
         let mut backoff = Backoff::default();
         loop {
             let Some(results) = self.store.results() else {
                 return Ok(None); // does not occur: checked at start
             };
-            match results.read(key).await {
-                Err(StoreError::NotApplied(_) | StoreError::Unknown(_)) => {
-                    tokio::time::sleep(backoff.advance_with_jitter()).await;
+            match results.read(key, fingerprint).await {
+                Err(StoreError::UnreadableMarker(error)) => {
+                    return Err(StoreError::UnreadableMarker(error));
                 }
-                answered => return answered,
+                Ok(stored) => return Ok(stored),
+                // The consumer logs that the store is unavailable or misconfigured.
+                Err(_) => tokio::time::sleep(backoff.advance_with_jitter()).await,
             }
         }
     }
 
+    /// Publishes a reply. Waits while the broker is unavailable.
     async fn publish(&self, message: &OutboxMessage) -> Result<(), NotPublished> {
-        let give_up_at = Instant::now() + self.replies.timeout;
+        let to = &message.destination;
+        let began = Instant::now();
+        let tried_once = self
+            .without_queue
+            .lock()
+            .get(to)
+            .is_some_and(|until| began < *until);
+        let timeout = self.replies.timeout.min(MAX_DURATION);
+        let give_up_at = if tried_once { began } else { began + timeout };
         let mut backoff = Backoff::default();
         loop {
-            match self.replies.publisher.publish(message).await {
-                Err(NotPublished::NotConfirmed(_)) if Instant::now() < give_up_at => {
-                    tokio::time::sleep(backoff.advance_with_jitter()).await;
+            let published = self.replies.publisher.publish(message).await;
+            let now = Instant::now();
+            match published {
+                Err(NotPublished::NotConfirmed(_)) => {}
+                Err(NotPublished::NoDestination(_)) if now < give_up_at => {}
+                Err(NotPublished::NoDestination(error)) => {
+                    if !tried_once {
+                        let mut without_queue = self.without_queue.lock();
+                        without_queue.retain(|_, until| now < *until);
+                        without_queue.insert(to.clone(), now + timeout);
+                    }
+                    return Err(NotPublished::NoDestination(error));
                 }
                 ended => return ended,
             }
+            tokio::time::sleep(backoff.advance_with_jitter()).await;
         }
     }
 }
@@ -233,6 +292,7 @@ impl<P: Publisher> ReplySender<P> {
 /// What is needed to send the reply to one message.
 struct ReplyTask {
     key: Key,
+    fingerprint: Option<Fingerprint>,
     id: MessageId,
     /// The reply without its body.
     message: OutboxMessage,

@@ -37,16 +37,15 @@ impl ReplyStore {
 
     /// Completes a message with its reply.
     async fn complete(&self, operation: &Operation, reply: Vec<u8>) -> Result<Verdict, StoreError> {
-        // A completion resolves a doubt, too.
-        let completion = Operation {
-            kind: OperationKind::Complete,
-            ..operation.clone()
-        };
-        let results = self.inner_results()?;
-        let verdict = results.complete(&completion, &reply).await?.verdict;
-        let claim = (operation.key.clone(), operation.token);
-        self.pending.of_claims.lock().remove(&claim);
-        Ok(verdict)
+        let completed = self.inner_results()?.complete(operation, &reply).await;
+        if !matches!(
+            completed,
+            Err(StoreError::NotApplied(_) | StoreError::Unknown(_))
+        ) {
+            let claim = (operation.key.clone(), operation.token);
+            self.pending.of_claims.lock().remove(&claim);
+        }
+        Ok(completed?.verdict)
     }
 
     /// The reply that the operation stores, if any.
@@ -56,7 +55,8 @@ impl ReplyStore {
             OperationKind::Complete | OperationKind::Resolve(Finding::Happened)
         );
         let claim = || (operation.key.clone(), operation.token);
-        completes.then(|| self.pending.of_claims.lock().get(&claim()).cloned())?
+        let pending = self.pending.of_claims.lock();
+        completes.then(|| Some(pending.get(&claim())?.reply.clone()))?
     }
 }
 
@@ -84,16 +84,16 @@ impl Store for ReplyStore {
                 .map(|it| next.next_if(|of| std::ptr::eq(*of, it)).is_some())
                 .collect()
         };
+        // First, so that a claim of a message that is completed here is a duplicate.
         let completed = completions
             .into_iter()
             .map(|(operation, reply)| self.complete(operation, reply));
-        let (completed, others) = tokio::join!(join_all(completed), async {
-            if others.is_empty() {
-                Vec::new()
-            } else {
-                self.store.apply(&others).await
-            }
-        });
+        let completed = join_all(completed).await;
+        let others = if others.is_empty() {
+            Vec::new()
+        } else {
+            self.store.apply(&others).await
+        };
         let (mut completed, mut others) = (completed.into_iter(), others.into_iter());
         is_completion
             .into_iter()

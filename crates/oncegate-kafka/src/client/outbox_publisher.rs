@@ -93,6 +93,9 @@ impl Publisher for KafkaPublisher {
             KafkaError::MessageProduction(code) if is_refusal(code) => {
                 NotPublished::Refused(error.into())
             }
+            KafkaError::MessageProduction(code) if is_missing(code) => {
+                NotPublished::NoDestination(error.into())
+            }
             error => NotPublished::NotConfirmed(error.into()),
         })
     }
@@ -108,6 +111,15 @@ fn is_refusal(code: RDKafkaErrorCode) -> bool {
             | E::InvalidMessageSize
             | E::InvalidRecord
             | E::InvalidTopic
+    )
+}
+
+/// Whether the topic does not exist, or the user may not write to it.
+fn is_missing(code: RDKafkaErrorCode) -> bool {
+    use RDKafkaErrorCode as E;
+    matches!(
+        code,
+        E::UnknownTopic | E::UnknownTopicOrPartition | E::TopicAuthorizationFailed
     )
 }
 

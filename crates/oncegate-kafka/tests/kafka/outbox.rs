@@ -43,7 +43,7 @@ async fn a_message_for_a_missing_topic_is_not_confirmed_until_the_topic_exists()
     let (early_result, present) =
         tokio::join!(publisher.publish(&early), publisher.publish(&present));
     present.expect("confirmed");
-    let Err(NotPublished::NotConfirmed(_)) = early_result else {
+    let Err(NotPublished::NoDestination(_)) = early_result else {
         panic!("{early_result:?}")
     };
     assert!(!topic.exists(&missing), "the publisher creates no topic");

@@ -30,7 +30,7 @@ async fn a_result_has_a_key_beside_the_marker_and_its_expiry() {
     let (marker, marker_expiry, result, result_expiry): (String, i64, String, i64) =
         values.query_async(&mut client).await.expect("replies");
     assert_eq!((&*marker, &*result), ("1", "\"charged\""));
-    assert_eq!(marker_expiry, result_expiry);
+    assert!((marker_expiry - result_expiry).abs() < 1_000);
 
     // The key of a result is no marker.
     let mut browse = store.browse(100).await.expect("a scan");
@@ -48,7 +48,7 @@ async fn a_result_has_a_key_beside_the_marker_and_its_expiry() {
         .await
         .expect("a reply");
     for error in [
-        results.read(&key("42")).await.map(drop),
+        results.read(&key("42"), None).await.map(drop),
         results.complete(&completion, b"x").await.map(drop),
     ] {
         assert!(

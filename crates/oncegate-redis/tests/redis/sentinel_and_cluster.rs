@@ -374,13 +374,17 @@ async fn redirections_of_a_migrating_slot_are_followed() {
         matches!(&refused, Err(StoreError::NotApplied(why)) if why.to_string().contains("TRYAGAIN")),
         "{refused:?}"
     );
-    assert_eq!(results.read(&completion.key).await.expect("a reply"), None);
+    let unread = results.read(&completion.key, None).await;
+    assert!(
+        matches!(unread, Err(StoreError::NotApplied(_))),
+        "{unread:?}"
+    );
 
     run_on(to, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
     run_on(from, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
     let completed = results.complete(&completion, b"result").await;
     assert_eq!(completed.expect("an answer").verdict, DONE);
-    let stored = results.read(&completion.key).await.expect("a reply");
+    let stored = results.read(&completion.key, None).await.expect("a reply");
     assert_eq!(stored.as_deref(), Some(&b"result"[..]));
     assert_eq!(
         apply_one(&store, claim("foo", 2)).await.expect("a verdict"),

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
-use oncegate_core::marker::{Marker, Operation, Verdict};
+use oncegate_core::marker::{Fingerprint, Marker, Operation, Verdict};
 use oncegate_core::{Completion, Key, MemoryStore, ResultStore, Store, StoreError, async_trait};
 use oncegate_testkit::laws::{run, store as law};
 
@@ -100,7 +100,7 @@ impl ResultStore for Mistaken {
         Ok(Completion { verdict, earlier })
     }
 
-    async fn read(&self, key: &Key) -> Result<Option<Vec<u8>>, StoreError> {
+    async fn read(&self, key: &Key, _: Option<Fingerprint>) -> Result<Option<Vec<u8>>, StoreError> {
         let results = self
             .results
             .lock()

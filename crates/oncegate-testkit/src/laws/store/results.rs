@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::marker::{Effect, Marker, Operation, OperationKind, Token, Verdict};
+use oncegate_core::marker::{Effect, Finding, Marker, Operation, OperationKind, Token, Verdict};
 use oncegate_core::{Completion, Key, MemoryStore, ResultStore, Store};
 
 use crate::laws::fixtures::{
@@ -31,7 +31,10 @@ async fn complete(
 }
 
 async fn read(results: &dyn ResultStore, key: &Key) -> Option<Vec<u8>> {
-    results.read(key).await.expect("the store is available")
+    results
+        .read(key, None)
+        .await
+        .expect("the store is available")
 }
 
 /// A result is stored with the done marker, whatever its bytes, and is read by its key only.
@@ -62,6 +65,13 @@ pub async fn a_result_is_stored_with_its_completion(store: Arc<dyn Store>) {
                 verdict(&*store, other_body.claim(&key)).await,
                 Verdict::Conflict
             );
+            for (body, expected) in [(7, Some(result)), (8, None)] {
+                let read = results.read(&key, fingerprint(body)).await;
+                assert_eq!(read.expect("the store is available").as_deref(), expected);
+                let late = claimant.fingerprint(fingerprint(body));
+                let again = complete(results, late, &key, b"late").await;
+                assert_eq!((again.verdict, again.earlier.as_deref()), (DONE, expected));
+            }
         }
     }
 }
@@ -245,7 +255,7 @@ pub async fn random_results_match_the_memory_store(store: Arc<dyn Store>) {
             .lease(LONG_LEASE)
             .fingerprint(fingerprint(random.u64(..2)));
             let (seen, _) = reference.marker(&id);
-            let kind = match random.u8(..12) {
+            let kind = match random.u8(..13) {
                 0..4 => OperationKind::Claim,
                 4 => OperationKind::Complete,
                 5 => OperationKind::Clear(Effect::Nothing),
@@ -256,12 +266,22 @@ pub async fn random_results_match_the_memory_store(store: Arc<dyn Store>) {
                     seen,
                     effect: Effect::Nothing,
                 },
-                _ => {
-                    let result = [step as u8];
-                    let own = complete(&reference, claimant, &id, &result).await;
+                last => {
+                    let kind = match last {
+                        12 => OperationKind::Resolve(Finding::Happened),
+                        _ => OperationKind::Complete,
+                    };
+                    let (operation, result) = (claimant.operation(kind, &id), [step as u8]);
                     let results = store.results().expect("the store keeps results");
-                    let actual = complete(results, claimant, &id, &result).await;
-                    assert_eq!(actual, own, "step {step}, {}", repeat_hint(seed));
+                    let own = reference.complete(&operation, &result).await;
+                    let actual = results.complete(&operation, &result).await;
+                    let available = "the store is available";
+                    assert_eq!(
+                        actual.expect(available),
+                        own.expect(available),
+                        "step {step}, {}",
+                        repeat_hint(seed)
+                    );
                     continue;
                 }
             };
