@@ -17,7 +17,7 @@ use crate::durability::Durability;
 use crate::failure::Problem;
 use crate::loss_detector::LossDetector;
 use crate::preflight::PreflightRequest;
-use crate::router::{Deployment, Router};
+use crate::router::{CommandRouter, Deployment};
 use crate::{batch, persistence, preflight};
 
 /// The default timeout of a reply.
@@ -57,7 +57,7 @@ pub struct Redis {
     tls: TlsOptions,
     timeout: Duration,
     durability: Durability,
-    router: Arc<Router>,
+    router: Arc<CommandRouter>,
     loss_detector: Arc<LossDetector>,
     prefix: Arc<[u8]>,
     data_loss: DataLossPolicy,
@@ -115,7 +115,7 @@ impl Redis {
 
     fn of(deployment: Result<Deployment, Problem>) -> Self {
         let (timeout, durability) = (REPLY_TIMEOUT, Durability::default());
-        let router = Arc::new(Router::to(
+        let router = Arc::new(CommandRouter::to(
             &deployment,
             Timeouts {
                 connect: CONNECT_TIMEOUT,
@@ -136,7 +136,7 @@ impl Redis {
         }
     }
 
-    pub(crate) fn router(&self) -> &Router {
+    pub(crate) fn router(&self) -> &CommandRouter {
         &self.router
     }
 
@@ -159,7 +159,11 @@ impl Redis {
             reply: self.timeout,
         };
         Self {
-            router: Arc::new(Router::to(&self.deployment, timeouts, self.durability)),
+            router: Arc::new(CommandRouter::to(
+                &self.deployment,
+                timeouts,
+                self.durability,
+            )),
             loss_detector: Arc::default(),
             ..self
         }
