@@ -63,7 +63,9 @@ pub use context::Context;
 pub use decode::{Decode, Json, Raw, RawBytes};
 pub use error::Error;
 pub use gate::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
-pub use handler::{Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconciled};
+pub use handler::{
+    Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconciled, Router, handler_fn,
+};
 pub use id::{IdSource, IntoIdSource, Key, MessageId, Scope};
 pub use inbox::{
     BatchItem, BatchTransactionalHandler, Inbox, TransactionalHandler, transactional_fn,
