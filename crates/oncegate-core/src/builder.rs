@@ -105,7 +105,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         builder
     }
 
-    /// The handler of messages: a type that implements [`Handler`], a function or closure in
+    /// The handler of messages. It is a type that implements [`Handler`], a function or closure in
     /// [`handler_fn`](crate::handler_fn), or a [`Router`](crate::Router).
     pub fn handler<H2: Handler>(self, handler: H2) -> Builder<S, T, H2, D> {
         let Self {
