@@ -20,7 +20,7 @@ use crate::store::BoxError;
 /// Handles messages.
 ///
 /// The payload is decoded from the body: as JSON, unless the consumer has another
-/// [`Decode`](crate::Decode). A message whose payload does not parse is dead-lettered.
+/// [`Decode`]. A message whose payload does not parse is dead-lettered.
 ///
 /// The consumer drops the future, which may be at any `.await`, when the lease ends, at the handler
 /// timeout and at the end of the drain timeout. The outcome is then unknown.

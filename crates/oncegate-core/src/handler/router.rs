@@ -195,7 +195,8 @@ impl<R> fmt::Debug for Router<R> {
 #[error("{0}")]
 pub(crate) struct NoRoute(String);
 
-/// The routes of a [`Router`]: nested, so that each handler and payload keeps its type.
+/// The routes of a [`Router`]: nested, so that each handler and payload keeps its type. Only
+/// [`Route`] and [`NoRoutes`] implement it.
 pub trait Routes: Send + Sync + 'static {
     /// The payload of one of the routes.
     type Payload: Send;
@@ -204,6 +205,7 @@ pub trait Routes: Send + Sync + 'static {
     ///
     /// # Errors
     /// Those of [`Decode`].
+    #[doc(hidden)]
     fn decode<D: Decode>(
         &self,
         position: usize,
@@ -215,6 +217,7 @@ pub trait Routes: Send + Sync + 'static {
     ///
     /// # Errors
     /// Those of the handler.
+    #[doc(hidden)]
     fn handle(
         &self,
         payload: Self::Payload,
@@ -225,6 +228,7 @@ pub trait Routes: Send + Sync + 'static {
     ///
     /// # Errors
     /// Those of the handler.
+    #[doc(hidden)]
     fn reconcile(
         &self,
         payload: Self::Payload,
@@ -293,6 +297,7 @@ impl<H: Handler, R: Routes> Routes for Route<H, R> {
 }
 
 /// The payload of a message with a route.
+#[doc(hidden)]
 #[derive(Debug)]
 pub enum RoutedPayload<P, Q> {
     /// The payload of the last route.
