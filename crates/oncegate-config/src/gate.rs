@@ -116,22 +116,14 @@ impl Config {
             return Ok(None);
         };
         let text = setting.strip_suffix(HASHED_SUFFIX).unwrap_or(setting);
-        let (kind, name) = text
-            .split_once(' ')
-            .map_or((text, ""), |(kind, name)| (kind, name.trim()));
-        let source = match (kind, name) {
-            ("header", name) if !name.is_empty() => IdSource::header(name),
-            ("json", pointer) if pointer.starts_with('/') => IdSource::json_pointer(pointer),
-            ("message-id", "") => IdSource::message_id(),
-            ("key", "") => IdSource::key(),
-            ("body-hash", "") => IdSource::body_hash(),
-            ("position", "") => IdSource::position(),
-            _ => {
-                return Err(Error::misconfigured(format!(
-                    "gate.id: {setting:?} is not valid; write header NAME, json /POINTER, message-id, key, body-hash or position"
-                )));
-            }
-        };
+        let source = one_or_list(text, " or ", IdSource::first_of, |text| {
+            one_or_list(text, " and ", IdSource::all_of, single_id_source)
+        });
+        let source = source.ok_or_else(|| {
+            Error::misconfigured(format!(
+                "gate.id: {setting:?} is not valid; write header NAME, json /POINTER, message-id, key, body-hash or position, or several with `or` or `and` between them"
+            ))
+        })?;
         Ok(Some(if self.hashes_ids() {
             source.hashed()
         } else {
@@ -150,7 +142,11 @@ impl Config {
     /// differs from the text: `7` for `7.0`. `None` if `gate.id` reads no JSON, the text is no JSON
     /// number, or the id is the same text.
     pub fn id_of_json_number(&self, text: &str) -> Option<MessageId> {
-        if !self.text("gate.id")?.starts_with("json ") || text.starts_with(['"', '{', '[']) {
+        let setting = self.text("gate.id")?;
+        if !setting.starts_with("json ")
+            || setting.contains(" and ")
+            || text.starts_with(['"', '{', '['])
+        {
             return None;
         }
         let message = Message::new(format!("{{\"id\":{text}}}"));
@@ -172,4 +168,32 @@ impl Config {
             Error::misconfigured(format!("admin.listen: {text:?} is not an address; write an IP address and a port, such as 127.0.0.1:9623"))
         })
     }
+}
+
+/// A source, or several with this word between them.
+fn one_or_list(
+    text: &str,
+    word: &str,
+    list: impl FnOnce(Vec<IdSource>) -> IdSource,
+    parse: impl Fn(&str) -> Option<IdSource>,
+) -> Option<IdSource> {
+    if !text.contains(word) {
+        return parse(text);
+    }
+    Some(list(text.split(word).map(parse).collect::<Option<_>>()?))
+}
+
+fn single_id_source(text: &str) -> Option<IdSource> {
+    let (kind, name) = text
+        .split_once(' ')
+        .map_or((text, ""), |(kind, name)| (kind, name.trim()));
+    Some(match (kind, name) {
+        ("header", name) if !name.is_empty() => IdSource::header(name),
+        ("json", pointer) if pointer.starts_with('/') => IdSource::json_pointer(pointer),
+        ("message-id", "") => IdSource::message_id(),
+        ("key", "") => IdSource::key(),
+        ("body-hash", "") => IdSource::body_hash(),
+        ("position", "") => IdSource::position(),
+        _ => return None,
+    })
 }

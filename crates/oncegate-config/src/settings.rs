@@ -265,7 +265,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     text(
         "gate.id",
-        "where to read ids: header NAME, message-id, key, json POINTER, body-hash or position; append `hashed` to hash them",
+        "where to read ids: header NAME, message-id, key, json POINTER, body-hash or position; several with `or` between them: the first that the message has; with `and`: all, joined by `/`; append `hashed` to hash them",
     ),
     number(
         "gate.rate",

@@ -213,6 +213,36 @@ fn debug_shows_keys_and_no_value() {
 }
 
 #[test]
+fn an_id_is_the_first_of_several_or_all_of_them() {
+    let id_source = |id: &str| {
+        let variables = [("ONCEGATE_GATE_ID".to_owned(), id.to_owned())];
+        let config = Config::read(Some(std::path::Path::new("/dev/null")), variables);
+        config.and_then(|config| config.id_source())
+    };
+    let message = oncegate::Message::new(r#"{"id":7}"#)
+        .with_header("tenant", "t-1")
+        .with_key("key-1");
+    for (setting, expected) in [
+        ("header payment-id or json /id", "7"),
+        ("header tenant and json /id", "t-1/7"),
+        (
+            "header payment-id and json /id or header tenant and key",
+            "t-1/key-1",
+        ),
+    ] {
+        let source = id_source(setting).expect(setting).expect("an id source");
+        assert_eq!(
+            source.read(&message).expect(setting).as_str(),
+            expected,
+            "{setting}"
+        );
+    }
+    for wrong in ["key or", "key or tenant", "key and ", "or key"] {
+        assert!(id_source(wrong).is_err(), "{wrong}");
+    }
+}
+
+#[test]
 fn ids_are_hashed_if_configured() {
     let read = |id: &str| {
         let variables = [("ONCEGATE_GATE_ID".to_owned(), id.to_owned())];

@@ -109,7 +109,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         builder
     }
 
-    /// The handler of messages.
+    /// The handler of messages. It is a type that implements [`Handler`], a function or closure in
+    /// [`handler_fn`](crate::handler_fn), or a [`Router`](crate::Router).
     pub fn handler<H2: Handler>(self, handler: H2) -> Builder<S, T, H2, D> {
         let Self {
             source,
@@ -471,6 +472,13 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         D: Decode,
     {
         self.check()?;
+        self.handler
+            .check_routes()
+            .map_err(|problem| Error::Misconfigured {
+                setting: "handler",
+                problem,
+                remedy: "name the header, and each route once",
+            })?;
         let Self {
             source,
             store,
@@ -565,6 +573,6 @@ fn check_id(id: &IdSource) -> Result<(), Error> {
     id.check().map_err(|problem| Error::Misconfigured {
         setting: "id",
         problem,
-        remedy: "name the header, or write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
+        remedy: "name the header, write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name, and list at least one source, a body hash or position only as the last one",
     })
 }

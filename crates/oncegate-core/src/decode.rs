@@ -83,7 +83,8 @@ impl Decode for RawBytes {
     }
 }
 
-/// The bytes of a body as a payload. Needs the decoder [`RawBytes`].
+/// A copy of the bytes of a body as a payload. Needs the decoder [`RawBytes`]. The body of
+/// [`Context::message`](crate::Context::message) is not copied.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Raw(pub Vec<u8>);
 

@@ -1,22 +1,32 @@
 //! The handler that a user writes, and how it reports failures.
 
+mod function;
+mod router;
+
 use std::future::Future;
+
+pub use function::{HandlerFn, MessageFn, ReconcilingFn, handler_fn};
+pub(crate) use router::NoRoute;
+pub use router::{NoRoutes, Route, RoutedPayload, Router, Routes};
 
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
+use crate::decode::Decode;
+use crate::message::Message;
 use crate::run_context::RunContext;
 use crate::store::BoxError;
 
 /// Handles messages.
 ///
 /// The payload is decoded from the body: as JSON, unless the consumer has another
-/// [`Decode`](crate::Decode). A message whose payload does not parse is dead-lettered.
+/// [`Decode`]. A message whose payload does not parse is dead-lettered.
 ///
 /// The consumer drops the future, which may be at any `.await`, when the lease ends, at the handler
 /// timeout and at the end of the drain timeout. The outcome is then unknown.
 ///
-/// Write the methods as `async fn`, without a macro:
+/// A function or closure is a handler, too: [`handler_fn`]. A [`Router`] has a handler for each type
+/// of message. Write the methods as `async fn`, without a macro:
 ///
 /// ```
 /// use oncegate_core::{Context, Failure, Handler};
@@ -35,7 +45,7 @@ use crate::store::BoxError;
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler",
     label = "this is not a `Handler`",
-    note = "implement it: `impl Handler for … {{ type Payload = …; async fn handle(&self, payload: Self::Payload, cx: &Context) -> Result<(), Failure> {{ … }} }}`",
+    note = "pass a function in `handler_fn(…)`, or implement it: `impl Handler for … {{ type Payload = …; async fn handle(&self, payload: Self::Payload, cx: &Context) -> Result<(), Failure> {{ … }} }}`",
     note = "`()` means that the consumer has no handler: call `.handler(…)`"
 )]
 pub trait Handler: Send + Sync + 'static {
@@ -62,6 +72,23 @@ pub trait Handler: Send + Sync + 'static {
     ) -> impl Future<Output = Result<(), Failure>> + Send {
         let _ = run;
         self.handle(payload, cx)
+    }
+
+    /// Decodes the payload of a message. A [`Router`] first selects the route.
+    #[doc(hidden)]
+    #[inline]
+    fn decode_payload<D: Decode>(
+        &self,
+        decode: &D,
+        message: &Message,
+    ) -> Result<Self::Payload, BoxError> {
+        decode.decode(message)
+    }
+
+    /// Checks the routes of a [`Router`]. The error says what is wrong.
+    #[doc(hidden)]
+    fn check_routes(&self) -> Result<(), String> {
+        Ok(())
     }
 
     /// Finds out whether an attempt whose outcome is unknown had its effect. Called for ids that this

@@ -86,9 +86,10 @@ impl InFlight {
         failure_history.id = self.shared.id.as_ref().map(MessageId::to_string);
         failure_history.attempts = match reason {
             // The handler did not run, or not with a readable payload, after the last grant.
-            Reason::CrashesSpent | Reason::Unreadable | Reason::InDoubt(DoubtCause::TooOld) => {
-                granted.saturating_sub(1)
-            }
+            Reason::CrashesSpent
+            | Reason::Unreadable
+            | Reason::NoRoute
+            | Reason::InDoubt(DoubtCause::TooOld) => granted.saturating_sub(1),
             Reason::AttemptsSpent if granted > policy.max_attempts => granted - 1,
             _ => granted,
         };

@@ -68,7 +68,9 @@ pub use gate::{
     Gate, GateBuilder, GateError, GateRequest, MissingResult, ResultCodec, RunOutcome, Stored,
     UnstorableResult, WhenHeld,
 };
-pub use handler::{Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconciled};
+pub use handler::{
+    Failure, FailureExt, Handler, IntoCause, IntoFailure, Reconciled, Router, handler_fn,
+};
 pub use id::{IdSource, IntoIdSource, Key, MessageId, Scope};
 pub use inbox::{
     BatchItem, BatchTransactionalHandler, Inbox, TransactionalHandler, transactional_fn,

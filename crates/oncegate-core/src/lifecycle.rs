@@ -105,6 +105,9 @@ pub(crate) fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage,
         (Running(grant, _), Returned(Outcome::Unreadable)) => {
             rejecting(grant, Reason::Unreadable, Effect::Nothing)
         }
+        (Running(grant, _), Returned(Outcome::NoRoute)) => {
+            rejecting(grant, Reason::NoRoute, Effect::Nothing)
+        }
         (Running(grant, _), Returned(Outcome::Recorded)) => {
             withdraw(grant, AfterWithdrawal::ClaimAgain)
         }
@@ -182,6 +185,7 @@ pub(crate) fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage,
         (WithoutClaim(_), Returned(Outcome::Done)) => accept(ProofKind::PassedWithoutStore),
         (WithoutClaim(_), Returned(Outcome::Reject)) => reject(Reason::Refused),
         (WithoutClaim(_), Returned(Outcome::Unreadable)) => reject(Reason::Unreadable),
+        (WithoutClaim(_), Returned(Outcome::NoRoute)) => reject(Reason::NoRoute),
         (WithoutClaim(history), Returned(_))
             if history.failures.saturating_add(1) >= policy.max_attempts =>
         {

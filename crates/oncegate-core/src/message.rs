@@ -228,6 +228,23 @@ impl Headers {
             .and_then(|(_, value)| value)
     }
 
+    /// The value of a header that has the same value each time it occurs: `Some(None)` if it is null,
+    /// `None` without the header. The error says that the values differ.
+    #[inline]
+    pub(crate) fn unique(&self, name: &str) -> Result<Option<Option<&[u8]>>, String> {
+        let mut values = self
+            .iter()
+            .filter(|(header, _)| *header == name.as_bytes())
+            .map(|(_, value)| value);
+        let first = values.next();
+        if values.any(|value| Some(value) != first) {
+            return Err(format!(
+                "header `{name}` is ambiguous: it occurs several times with different values"
+            ));
+        }
+        Ok(first)
+    }
+
     /// All headers in order. A name need not be UTF-8; a value may be null.
     pub fn iter(&self) -> impl Iterator<Item = (&[u8], Option<&[u8]>)> {
         let mut unread: &[u8] = &self.0;

@@ -15,7 +15,7 @@ use crate::boot_time::BootTime;
 use crate::context::Context;
 use crate::decode::Decode;
 use crate::fault;
-use crate::handler::{Failure, Handler, NoReconcile, Reconciled};
+use crate::handler::{Failure, Handler, NoReconcile, NoRoute, Reconciled};
 use crate::id::Scope;
 use crate::inbox::{InboxUnavailable, RecordFound};
 use crate::lease::Lease;
@@ -78,8 +78,11 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         let span = spans::if_enabled(|| spans::handle(&cx));
         let run = RunContext::new(&self.scope, self.timeout);
         let work = std::pin::pin!(Some(async {
-            let payload = match self.decode.decode::<H::Payload>(cx.message()) {
+            let payload = match self.handler.decode_payload(&self.decode, cx.message()) {
                 Ok(payload) => payload,
+                Err(error) if error.is::<NoRoute>() => {
+                    return (Outcome::NoRoute, Some(error.to_string()));
+                }
                 Err(error) => return (Outcome::Unreadable, Some(error.to_string())),
             };
             fault::point("handler.before");
@@ -129,7 +132,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         let span = spans::if_enabled(|| spans::reconcile(&cx));
         let work = std::pin::pin!(Some(async {
             let found = async {
-                let payload = self.decode.decode::<H::Payload>(cx.message())?;
+                let payload = self.handler.decode_payload(&self.decode, cx.message())?;
                 fault::point("reconcile.before");
                 let found = self.handler.reconcile(payload, &cx).await;
                 fault::point("reconcile.after");

@@ -18,7 +18,7 @@ use crate::record;
 use crate::refresh::TopologyRefresh;
 use crate::reply;
 use crate::results::KeepsResults;
-use crate::router::{CommandTarget, ConnectionKind, Router, RoutingView};
+use crate::router::{CommandRouter, CommandTarget, ConnectionKind, RoutingView};
 use crate::script::{self, ScriptRef};
 use pipeline::{PipelineReplies, ServerPipeline};
 use rounds::{OperationRound, rounds};
@@ -75,7 +75,7 @@ impl BatchCommand {
 /// already are not sent. With a detector, at-most-once claims are sent only to servers that it has
 /// checked over the same connection.
 pub(crate) async fn apply(
-    router: &Router,
+    router: &CommandRouter,
     detector: Option<&LossDetector>,
     durability: Durability,
     prefix: &[u8],
@@ -136,7 +136,7 @@ struct BatchInterrupted;
 
 /// The state of one call of [`apply`].
 struct OperationBatch<'a> {
-    router: &'a Router,
+    router: &'a CommandRouter,
     detector: Option<&'a LossDetector>,
     durability: Durability,
     prefix: &'a [u8],
@@ -158,7 +158,7 @@ impl OperationBatch<'_> {
         // A server replicates `MSETEX` as it is, and a replica of a release without it confirms the claims
         // and skips them. After a failover to that replica they would be granted again, and no loss
         // would be detected.
-        let can_group = matches!(self.router, Router::Single(_))
+        let can_group = matches!(self.router, CommandRouter::Single(_))
             && self.durability == Durability::Primary
             && !round.has_repeated_key;
         for &index in &round.operations {
@@ -195,7 +195,7 @@ impl OperationBatch<'_> {
         index: usize,
         new_command: fn(Vec<usize>) -> BatchCommand,
     ) {
-        if let Router::Single(_) = self.router {
+        if let CommandRouter::Single(_) = self.router {
             for (command, _) in commands.iter_mut() {
                 if let BatchCommand::Undecided(call) | BatchCommand::Script(ScriptRef::Digest, call) =
                     command
@@ -237,7 +237,7 @@ impl OperationBatch<'_> {
                         )
                     }
                     Err(failure) => {
-                        self.refresh.stale |= matches!(self.router, Router::Cluster(_));
+                        self.refresh.stale |= matches!(self.router, CommandRouter::Cluster(_));
                         for command in &server_pipeline.commands {
                             self.answer_all(command.operations(), &failure);
                         }
@@ -378,7 +378,7 @@ impl OperationBatch<'_> {
         } = replies;
         let mut redirected = false;
         for (command, reply) in server_pipeline.commands.into_iter().zip(replies) {
-            if let (Router::Cluster(_), Value::ServerError(error)) = (self.router, &reply)
+            if let (CommandRouter::Cluster(_), Value::ServerError(error)) = (self.router, &reply)
                 && let Some(target) =
                     reply::redirection(error.code(), error.details().unwrap_or_default())
             {
@@ -579,7 +579,7 @@ impl OperationBatch<'_> {
 
     fn server_failure(&mut self, code: &str, detail: &str) -> StoreFailure {
         let moved = matches!(code, "MOVED" | "ASK" | "CLUSTERDOWN" | "CROSSSLOT")
-            && matches!(self.router, Router::Cluster(_));
+            && matches!(self.router, CommandRouter::Cluster(_));
         if moved || matches!(code, "READONLY" | "MASTERDOWN") {
             self.refresh.stale = true;
         }
@@ -599,8 +599,8 @@ impl OperationBatch<'_> {
     #[cold]
     fn grant_command(&self, user: Option<&str>) -> String {
         let login = match self.router {
-            Router::Single(connections) => connections.general.user(),
-            Router::Cluster(_) => None,
+            CommandRouter::Single(connections) => connections.general.user(),
+            CommandRouter::Cluster(_) => None,
         };
         let request = PreflightRequest {
             guarantee: self

@@ -21,7 +21,7 @@ use crate::durability::Durability;
 use crate::failure::StoreFailure;
 use crate::info::InfoReply;
 use crate::metric::{ANOMALIES, PAUSED};
-use crate::router::{ConnectionPair, Router};
+use crate::router::{CommandRouter, ConnectionPair};
 use snapshot::{ServerSnapshot, detect_anomalies};
 
 /// How often a server is checked while claims are sent.
@@ -141,7 +141,12 @@ impl LossDetector {
     }
 
     /// Checks all servers concurrently. One that does not reply is checked the next time.
-    pub(crate) async fn check(&self, router: &Router, prefix: &[u8], durability: Durability) {
+    pub(crate) async fn check(
+        &self,
+        router: &CommandRouter,
+        prefix: &[u8],
+        durability: Durability,
+    ) {
         let Ok(servers) = router.primaries().await else {
             return;
         };
@@ -174,7 +179,7 @@ impl LossDetector {
     async fn check_server(
         &self,
         connections: &ConnectionPair,
-        router: &Router,
+        router: &CommandRouter,
         prefix: &[u8],
         durability: Durability,
     ) -> Result<Option<CanaryKeys>, StoreFailure> {
@@ -201,7 +206,7 @@ impl LossDetector {
     /// The canary keys on one server; `None` if it serves no slot.
     pub(crate) async fn canary_keys(
         &self,
-        router: &Router,
+        router: &CommandRouter,
         connections: &ConnectionPair,
         prefix: &[u8],
     ) -> Result<Option<CanaryKeys>, StoreFailure> {
@@ -224,7 +229,7 @@ impl LossDetector {
     pub(crate) async fn ensure_checked(
         &self,
         connection: &PinnedConnection<'_>,
-        router: &Router,
+        router: &CommandRouter,
         connections: &Arc<ConnectionPair>,
         prefix: &[u8],
         durability: Durability,
@@ -247,7 +252,7 @@ impl LossDetector {
     async fn check_connection(
         &self,
         connection: &PinnedConnection<'_>,
-        router: &Router,
+        router: &CommandRouter,
         keys: Option<CanaryKeys>,
         durability: Durability,
     ) -> Result<(), StoreFailure> {
@@ -267,7 +272,7 @@ impl LossDetector {
     async fn check_once(
         &self,
         connection: &PinnedConnection<'_>,
-        router: &Router,
+        router: &CommandRouter,
         keys: Option<CanaryKeys>,
         durability: Durability,
     ) -> Result<(), StoreFailure> {

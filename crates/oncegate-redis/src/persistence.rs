@@ -4,7 +4,7 @@ use oncegate_core::Persistence;
 
 use crate::failure::StoreFailure;
 use crate::info::InfoReply;
-use crate::router::Router;
+use crate::router::CommandRouter;
 
 /// The version of one server, and the risks that the inspected servers lose data, each with the
 /// setting to change.
@@ -18,7 +18,7 @@ struct PersistenceReport {
 ///
 /// # Errors
 /// A server could not be queried; the topology is refreshed before the next command.
-pub(crate) async fn inspect(router: &Router) -> Result<Persistence, StoreFailure> {
+pub(crate) async fn inspect(router: &CommandRouter) -> Result<Persistence, StoreFailure> {
     let inspected = inspect_servers(router).await;
     if inspected.is_err() {
         router.invalidate();
@@ -26,7 +26,7 @@ pub(crate) async fn inspect(router: &Router) -> Result<Persistence, StoreFailure
     inspected
 }
 
-async fn inspect_servers(router: &Router) -> Result<Persistence, StoreFailure> {
+async fn inspect_servers(router: &CommandRouter) -> Result<Persistence, StoreFailure> {
     let mut all = PersistenceReport::default();
     let servers = router.primaries().await?;
     for connections in &servers {

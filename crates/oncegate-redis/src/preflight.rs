@@ -12,7 +12,7 @@ use redis::{Cmd, Pipeline, Value};
 use crate::durability::Durability;
 use crate::failure::{StoreFailure, is_not_served, migrating_slot};
 use crate::info::InfoReply;
-use crate::router::{ConnectionPair, Router};
+use crate::router::{CommandRouter, ConnectionPair};
 use crate::script::{self, ScriptRef};
 
 /// The share of its memory above which a server counts as nearly full.
@@ -35,7 +35,7 @@ pub(crate) struct PreflightRequest<'a> {
 /// `Misconfigured`, with the setting, if a server lacks a requirement of the guarantee; otherwise a
 /// server could not be queried, and the topology is refreshed before the next command.
 pub(crate) async fn preflight(
-    router: &Router,
+    router: &CommandRouter,
     request: PreflightRequest<'_>,
 ) -> Result<(), StoreFailure> {
     let checked = check_servers(router, request).await;
@@ -45,7 +45,10 @@ pub(crate) async fn preflight(
     checked
 }
 
-async fn check_servers(router: &Router, request: PreflightRequest<'_>) -> Result<(), StoreFailure> {
+async fn check_servers(
+    router: &CommandRouter,
+    request: PreflightRequest<'_>,
+) -> Result<(), StoreFailure> {
     let probes = router
         .keys_on_each_primary(&[request.prefix, b"!probe"].concat())
         .await?;
@@ -135,11 +138,11 @@ fn without_info(guarantee: Guarantee) -> PreflightReport {
 /// Evaluates `INFO`.
 fn assess(
     info: &InfoReply,
-    router: &Router,
+    router: &CommandRouter,
     request: PreflightRequest<'_>,
     now: SystemTime,
 ) -> PreflightReport {
-    if info.field("cluster_enabled") == Some("1") && matches!(router, Router::Single(_)) {
+    if info.field("cluster_enabled") == Some("1") && matches!(router, CommandRouter::Single(_)) {
         return PreflightReport::missing("is a node of a Cluster: use Redis::cluster");
     }
     let mut warnings = Vec::new();
@@ -207,7 +210,7 @@ fn assess(
 fn missing_rights(
     forbidden: &[String],
     user: Option<&str>,
-    router: &Router,
+    router: &CommandRouter,
     request: PreflightRequest<'_>,
 ) -> String {
     format!(
@@ -221,7 +224,7 @@ fn missing_rights(
 /// The command that grants a user the rights of a consumer and these rights.
 pub(crate) fn grant(
     user: Option<&str>,
-    router: &Router,
+    router: &CommandRouter,
     request: PreflightRequest<'_>,
     more: impl Iterator<Item = &'static str>,
 ) -> String {
@@ -233,7 +236,7 @@ pub(crate) fn grant(
     {
         rights.push("+info");
     }
-    if let Router::Cluster(_) = router {
+    if let CommandRouter::Cluster(_) = router {
         rights.push("+cluster|slots");
     }
     rights.extend(more);
@@ -254,7 +257,11 @@ struct TrialCommand {
 }
 
 /// The commands that the guarantee needs, with their rights.
-fn trials(probe: &[u8], router: &Router, request: PreflightRequest<'_>) -> Vec<TrialCommand> {
+fn trials(
+    probe: &[u8],
+    router: &CommandRouter,
+    request: PreflightRequest<'_>,
+) -> Vec<TrialCommand> {
     let on_probe = |name: &str| redis::cmd(name).arg(probe).to_owned();
     let trial = |name, right, command| TrialCommand {
         name,
@@ -308,7 +315,7 @@ fn trials(probe: &[u8], router: &Router, request: PreflightRequest<'_>) -> Vec<T
             redis::cmd("WAIT").arg(0).arg(1).to_owned(),
         ));
     }
-    if let Router::Cluster(_) = router {
+    if let CommandRouter::Cluster(_) = router {
         trials.push(trial("ASKING", "+asking", redis::cmd("ASKING")));
     }
     trials
@@ -321,7 +328,7 @@ fn trials(probe: &[u8], router: &Router, request: PreflightRequest<'_>) -> Vec<T
 async fn try_commands(
     connections: &ConnectionPair,
     probe: &[u8],
-    router: &Router,
+    router: &CommandRouter,
     request: PreflightRequest<'_>,
 ) -> Result<PreflightReport, StoreFailure> {
     let trials = trials(probe, router, request);
@@ -341,7 +348,7 @@ async fn try_commands(
         let name = &trial.name;
         match crate::failure::from_server_error(code, detail) {
             // A slot of this server is migrating, or a failover is in progress.
-            _ if matches!(router, Router::Cluster(_)) && is_not_served(code) => {
+            _ if matches!(router, CommandRouter::Cluster(_)) && is_not_served(code) => {
                 router.invalidate_slot(migrating_slot(code, detail));
                 return Err(StoreFailure::not_applied(format!(
                     "Redis replied {code} {detail} for the key {}",
@@ -383,7 +390,7 @@ mod tests {
             connect: Duration::ZERO,
             reply: Duration::ZERO,
         };
-        let router = Router::to(
+        let router = CommandRouter::to(
             &Err(Problem::new("no server")),
             timeouts,
             Durability::Primary,

@@ -15,7 +15,7 @@ use redis::{Cmd, Pipeline, Value};
 use crate::cluster::hash_tag;
 use crate::failure::{self, StoreFailure};
 use crate::reply;
-use crate::router::{CommandTarget, Router};
+use crate::router::{CommandRouter, CommandTarget};
 use crate::script::{self, ScriptRef};
 use crate::store::Redis;
 
@@ -89,11 +89,11 @@ pub(crate) enum KeepsResults {
 impl KeepsResults {
     /// In a Cluster the prefix needs a hash tag, which both keys then have, or no brace, so that the
     /// marker's key is the hash tag of the result's.
-    pub(crate) fn of(router: &Router, prefix: &[u8]) -> Self {
+    pub(crate) fn of(router: &CommandRouter, prefix: &[u8]) -> Self {
         let has_brace = || prefix.iter().any(|byte| matches!(byte, b'{' | b'}'));
         match router {
-            Router::Cluster(_) if hash_tag(prefix).is_none() && has_brace() => Self::No,
-            Router::Cluster(_) | Router::Single(_) => Self::Yes,
+            CommandRouter::Cluster(_) if hash_tag(prefix).is_none() && has_brace() => Self::No,
+            CommandRouter::Cluster(_) | CommandRouter::Single(_) => Self::Yes,
         }
     }
 }
@@ -139,7 +139,8 @@ impl Redis {
     }
 
     fn server_failure(&self, code: &str, detail: &str) -> StoreFailure {
-        let moved = failure::is_not_served(code) && matches!(self.router(), Router::Cluster(_));
+        let moved =
+            failure::is_not_served(code) && matches!(self.router(), CommandRouter::Cluster(_));
         if moved || matches!(code, "READONLY" | "MASTERDOWN") {
             self.router().invalidate();
         }
@@ -172,7 +173,7 @@ impl Redis {
                 .pop();
             let reply = reply.unwrap_or(Value::Nil);
             let redirected = match (&reply, self.router()) {
-                (Value::ServerError(error), Router::Cluster(_)) => {
+                (Value::ServerError(error), CommandRouter::Cluster(_)) => {
                     reply::redirection(error.code(), error.details().unwrap_or_default())
                 }
                 _ => None,

@@ -87,7 +87,7 @@ impl ConnectionPair {
 }
 
 /// Routes commands to a single server or to the nodes of a Cluster.
-pub(crate) enum Router {
+pub(crate) enum CommandRouter {
     Single(Arc<ConnectionPair>),
     Cluster(Box<Cluster>),
 }
@@ -109,7 +109,7 @@ pub(crate) enum RoutingView<'a> {
     Cluster(&'a Cluster, Arc<SlotMap>),
 }
 
-impl Router {
+impl CommandRouter {
     pub(crate) fn to(
         deployment: &Result<Deployment, Problem>,
         timeouts: Timeouts,

@@ -18,7 +18,7 @@ use crate::failure::Problem;
 use crate::loss_detector::LossDetector;
 use crate::preflight::PreflightRequest;
 use crate::results::KeepsResults;
-use crate::router::{Deployment, Router};
+use crate::router::{CommandRouter, Deployment};
 use crate::{batch, persistence, preflight};
 
 /// The default timeout of a reply.
@@ -58,7 +58,7 @@ pub struct Redis {
     tls: TlsOptions,
     timeout: Duration,
     durability: Durability,
-    router: Arc<Router>,
+    router: Arc<CommandRouter>,
     loss_detector: Arc<LossDetector>,
     prefix: Arc<[u8]>,
     data_loss: DataLossPolicy,
@@ -116,7 +116,7 @@ impl Redis {
 
     fn of(deployment: Result<Deployment, Problem>) -> Self {
         let (timeout, durability) = (REPLY_TIMEOUT, Durability::default());
-        let router = Arc::new(Router::to(
+        let router = Arc::new(CommandRouter::to(
             &deployment,
             Timeouts {
                 connect: CONNECT_TIMEOUT,
@@ -137,7 +137,7 @@ impl Redis {
         }
     }
 
-    pub(crate) fn router(&self) -> &Router {
+    pub(crate) fn router(&self) -> &CommandRouter {
         &self.router
     }
 
@@ -160,7 +160,11 @@ impl Redis {
             reply: self.timeout,
         };
         Self {
-            router: Arc::new(Router::to(&self.deployment, timeouts, self.durability)),
+            router: Arc::new(CommandRouter::to(
+                &self.deployment,
+                timeouts,
+                self.durability,
+            )),
             loss_detector: Arc::default(),
             ..self
         }

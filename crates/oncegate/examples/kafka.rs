@@ -15,15 +15,13 @@ struct Charge;
 impl Handler for Charge {
     type Payload = Payment;
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
-        charge(&payment.card, payment.cents, cx.id())
-            .await
-            .in_doubt()
+        charge(&payment, cx.id()).await.in_doubt()
     }
 }
 
 /// Placeholder for your payment provider.
-async fn charge(card: &str, cents: u64, id: &str) -> Result<(), std::io::Error> {
-    println!("{id}: {cents} cents from {card}");
+async fn charge(payment: &Payment, id: &str) -> Result<(), std::io::Error> {
+    println!("{id}: {} cents from {}", payment.cents, payment.card);
     Ok(())
 }
 

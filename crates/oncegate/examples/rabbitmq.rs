@@ -1,7 +1,7 @@
 //! Takes stock levels from a RabbitMQ queue, effectively once.
 
 use oncegate::{
-    Consumer, Context, Error, Failure, Handler, IdSource, RabbitMq, Redis, shutdown_signal,
+    Consumer, Context, Error, Failure, IdSource, RabbitMq, Redis, handler_fn, shutdown_signal,
 };
 
 #[derive(serde::Deserialize)]
@@ -9,14 +9,10 @@ struct Stock {
     article: String,
     level: u32,
 }
-struct Shelf;
 
-impl Handler for Shelf {
-    type Payload = Stock;
-    async fn handle(&self, stock: Stock, cx: &Context) -> Result<(), Failure> {
-        println!("{}: {} of {}", cx.id(), stock.level, stock.article); // here: write the level to your database
-        Ok(())
-    }
+async fn set_level(stock: Stock, cx: Context) -> Result<(), Failure> {
+    println!("{}: {} of {}", cx.id(), stock.level, stock.article); // here: write the level to your database
+    Ok(())
 }
 
 #[tokio::main]
@@ -27,7 +23,7 @@ async fn main() -> Result<(), Error> {
         .store(Redis::at("redis://localhost:6379"))
         .scope("shelf")
         .id(IdSource::message_id())
-        .handler(Shelf)
+        .handler(handler_fn(set_level))
         .run_until(shutdown_signal())
         .await
 }

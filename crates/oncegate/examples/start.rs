@@ -1,7 +1,7 @@
 //! A first consumer, which needs no server.
 
 use oncegate::{
-    Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, Message, Sqlite,
+    Consumer, Context, Error, Failure, IdSource, MemoryBroker, Message, Sqlite, handler_fn,
 };
 
 #[derive(serde::Deserialize)]
@@ -9,14 +9,10 @@ struct Stock {
     article: String,
     level: u32,
 }
-struct Shelf;
 
-impl Handler for Shelf {
-    type Payload = Stock;
-    async fn handle(&self, stock: Stock, cx: &Context) -> Result<(), Failure> {
-        println!("{}: {} of {}", cx.id(), stock.level, stock.article); // here: write the level to your database
-        Ok(())
-    }
+async fn set_level(stock: Stock, cx: Context) -> Result<(), Failure> {
+    println!("{}: {} of {}", cx.id(), stock.level, stock.article); // here: write the level to your database
+    Ok(())
 }
 
 #[tokio::main]
@@ -32,7 +28,7 @@ async fn main() -> Result<(), Error> {
         .store(Sqlite::file("stock.db"))
         .scope("shelf")
         .id(IdSource::message_id())
-        .handler(Shelf)
+        .handler(handler_fn(set_level))
         .run_until(async move { empty.all_settled().await })
         .await
 }

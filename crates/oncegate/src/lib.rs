@@ -17,7 +17,8 @@ pub use oncegate_core::{
 // Handlers.
 pub use oncegate_core::{
     BatchItem, BatchTransactionalHandler, Context, Decode, Failure, FailureExt, Handler, Inbox,
-    Json, Raw, RawBytes, Reconciled, TransactionalHandler, async_trait, transactional_fn,
+    Json, Raw, RawBytes, Reconciled, Router, TransactionalHandler, async_trait, handler_fn,
+    transactional_fn,
 };
 // Messages that transactions send. The module `outbox` has the types that only implementations
 // need.

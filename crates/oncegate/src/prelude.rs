@@ -2,8 +2,8 @@
 
 pub use oncegate_core::{
     Consumer, Context, Error, Failure, FailureExt, Guarantee, Handler, IdSource, Message, Order,
-    Outgoing, Reconciled, Relay, TransactionalHandler, async_trait, shutdown_signal,
-    transactional_fn,
+    Outgoing, Reconciled, Relay, Router, TransactionalHandler, async_trait, handler_fn,
+    shutdown_signal, transactional_fn,
 };
 
 #[cfg(feature = "rabbitmq")]

@@ -58,6 +58,20 @@ fn in_the_cron_example_one_of_three_machines_runs_the_job() {
 }
 
 #[test]
+fn in_the_handlers_example_each_message_goes_to_the_handler_of_its_type() {
+    let mut lines = run("handlers");
+    lines.sort(); // handlers run concurrently
+    assert_eq!(
+        lines,
+        [
+            "dead letter: no-route",
+            "shop-7/1: charged 5 to alice",
+            "shop-7/2: refunded 3"
+        ]
+    );
+}
+
+#[test]
 fn in_the_idempotency_key_example_five_requests_place_one_order() {
     let lines = run("idempotency_key");
     assert_eq!(

@@ -158,6 +158,7 @@ impl DeadLetter {
             "missing-id" => "it has no id",
             "unusable-id" => "its id is not valid",
             "unreadable" => "its body cannot be read",
+            "no-route" => "its handler has no route for it",
             "conflict" => "its id was used for another body",
             "refused" => "its handler rejected it",
             "attempts-spent" => "its attempts are exhausted",

@@ -42,7 +42,8 @@ pub(crate) struct AcceptedRisks {
 
 /// Reasons that a consumer assigns after the store has answered a claim of the id. The answer
 /// proves that the id was not recorded as handled before the message was put into its destination.
-const NOT_DONE_WHEN_DEAD_LETTERED: [&str; 8] = [
+const NOT_DONE_WHEN_DEAD_LETTERED: [&str; 9] = [
+    "no-route",
     "refused",
     "attempts-spent",
     "crashes-spent",
@@ -124,8 +125,8 @@ fn check_body(message: &DeadLetter) -> Result<(), CliError> {
 fn id_is_position(message: &DeadLetter, context: &CliContext) -> bool {
     let by_config = context
         .config
-        .text("gate.id")
-        .is_some_and(|text| text.split(' ').next() == Some("position"));
+        .id_source()
+        .is_ok_and(|id| id.is_some_and(|id| id.reads_position()));
     by_config || (message.id().is_some() && message.id() == message.header(headers::ORIGIN))
 }
 

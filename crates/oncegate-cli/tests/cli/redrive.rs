@@ -473,9 +473,9 @@ async fn an_unreadable_marker_blocks_no_other_message(broker: Broker) {
 
 async fn without_a_store_messages_that_a_marker_may_block_are_skipped(broker: Broker) {
     let fixture = Arc::new(BrokerFixture::on(broker).await);
-    fixture
-        .dead_letter("dead-letters", "spent", "attempts-spent", &[])
-        .await;
+    for (id, reason) in [("spent", "attempts-spent"), ("unrouted", "no-route")] {
+        fixture.dead_letter("dead-letters", id, reason, &[]).await;
+    }
     fixture
         .dead_letter("dead-letters", "odd", "too-large", &[])
         .await;
@@ -489,10 +489,10 @@ async fn without_a_store_messages_that_a_marker_may_block_are_skipped(broker: Br
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1);
-    output.prints("set store.url").prints("1 redriven, 1 left");
+    output.prints("set store.url").prints("1 redriven, 2 left");
     assert_eq!(
         ids(&fixture.json(&["dead-letters", "list"]).await),
-        ["spent"]
+        ["spent", "unrouted"]
     );
     fixture.cli.configure(&brokers);
     fixture.end().await;

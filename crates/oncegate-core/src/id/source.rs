@@ -57,6 +57,8 @@ enum IdReader {
     BodyHash,
     Position,
     By(Arc<ReadId>),
+    FirstOf(Arc<[IdReader]>),
+    AllOf(Arc<[IdReader]>),
     Hashed(Arc<IdReader>),
 }
 
@@ -64,6 +66,19 @@ impl IdReader {
     fn check(&self) -> Result<(), String> {
         match self {
             Self::Hashed(read) => read.check(),
+            Self::FirstOf(parts) | Self::AllOf(parts) if parts.is_empty() => {
+                Err("the list of its sources is empty".into())
+            }
+            Self::FirstOf(parts) => {
+                let earlier = &parts[..parts.len() - 1];
+                match earlier.iter().find(|part| part.is_computed()) {
+                    Some(part) => Err(format!(
+                        "each message has a {part:?}, so the sources after it are never used"
+                    )),
+                    None => parts.iter().try_for_each(Self::check),
+                }
+            }
+            Self::AllOf(parts) => parts.iter().try_for_each(Self::check),
             Self::Header(name) if name.is_empty() => Err("the name of the header is empty".into()),
             Self::JsonPointer(pointer) if !pointer.is_empty() && !pointer.starts_with('/') => Err(
                 format!("the JSON pointer `{pointer}` does not begin with `/`"),
@@ -126,18 +141,18 @@ impl IdSource {
         self.0.check()
     }
 
-    /// Whether ids are read from [`Message::message_id`]: see [`Connect::check_id`].
+    /// Whether ids, or parts of them, are read from [`Message::message_id`]: see [`Connect::check_id`].
     ///
     /// [`Connect::check_id`]: crate::source::Connect::check_id
     pub fn reads_message_id(&self) -> bool {
-        matches!(self.0.unhashed(), IdReader::MessageId)
+        self.0.any(&|reader| matches!(reader, IdReader::MessageId))
     }
 
-    /// Whether ids are [positions](Self::position): see [`Connect::check_id`].
+    /// Whether ids, or parts of them, are [positions](Self::position): see [`Connect::check_id`].
     ///
     /// [`Connect::check_id`]: crate::source::Connect::check_id
     pub fn reads_position(&self) -> bool {
-        matches!(self.0.unhashed(), IdReader::Position)
+        self.0.any(&|reader| matches!(reader, IdReader::Position))
     }
 
     /// The SHA-256 of the body: two messages are the same if their bodies are.
@@ -154,6 +169,25 @@ impl IdSource {
     /// A function of the message. `None` or an empty id is a missing id.
     pub fn by(read: impl Fn(&Message) -> Option<Vec<u8>> + Send + Sync + 'static) -> Self {
         Self(IdReader::By(Arc::new(read)))
+    }
+
+    /// The id of the first of these sources that the message has. If a later one has a different id,
+    /// the id is unusable, because the next copy may have only one of them. [`body_hash`](Self::body_hash)
+    /// and [`position`](Self::position), which each message has, may be the last source, and are not
+    /// compared.
+    ///
+    /// The consumer does not start with an empty list.
+    pub fn first_of(sources: impl IntoIterator<Item = Self>) -> Self {
+        Self(IdReader::FirstOf(readers(sources)))
+    }
+
+    /// The ids of all these sources, joined by `/`, for an id that is unique only within a tenant or a
+    /// topic: `tenant-7/pay-42`. `/` and `=` in a part are preceded by `=`, so that different parts are
+    /// never the same id. A message without one of the parts has no id.
+    ///
+    /// The consumer does not start with an empty list.
+    pub fn all_of(sources: impl IntoIterator<Item = Self>) -> Self {
+        Self(IdReader::AllOf(readers(sources)))
     }
 
     /// The same ids, each as `h:` and its SHA-256. For ids that are personal data: no key, header
@@ -189,21 +223,43 @@ impl IdSource {
     /// without the body.
     #[doc(hidden)]
     pub fn read_without_body(&self, message: &Message) -> Option<MessageId> {
-        match self.0.unhashed() {
-            IdReader::Header(_) | IdReader::MessageId | IdReader::Key | IdReader::Position => {
-                self.read(message).ok()
-            }
-            _ => None,
+        let needs_body = |reader: &IdReader| {
+            matches!(
+                reader,
+                IdReader::JsonPointer(_) | IdReader::BodyHash | IdReader::By(_)
+            )
+        };
+        if self.0.any(&needs_body) {
+            return None;
         }
+        self.read(message).ok()
     }
 }
 
+fn readers(sources: impl IntoIterator<Item = IdSource>) -> Arc<[IdReader]> {
+    sources.into_iter().map(|source| source.0).collect()
+}
+
 impl IdReader {
-    /// The reader without [`IdSource::hashed`].
-    fn unhashed(&self) -> &Self {
+    /// Whether the condition is true of this reader, or of one that it consists of.
+    fn any(&self, condition: &impl Fn(&Self) -> bool) -> bool {
         match self {
-            Self::Hashed(read) => read.unhashed(),
-            other => other,
+            Self::Hashed(read) => read.any(condition),
+            Self::FirstOf(parts) | Self::AllOf(parts) => {
+                parts.iter().any(|part| part.any(condition))
+            }
+            other => condition(other),
+        }
+    }
+
+    /// Whether each message has this id, even if its producer wrote none.
+    fn is_computed(&self) -> bool {
+        match self {
+            Self::BodyHash | Self::Position => true,
+            Self::Hashed(read) => read.is_computed(),
+            Self::FirstOf(parts) => parts.iter().any(Self::is_computed),
+            Self::AllOf(parts) => parts.iter().all(Self::is_computed),
+            _ => false,
         }
     }
 
@@ -234,10 +290,64 @@ impl IdReader {
                 }
             },
             IdReader::By(read) => read(message).and_then(MessageId::new),
+            IdReader::FirstOf(parts) => read_first(parts, message)?,
+            IdReader::AllOf(parts) => MessageId::new(read_all(parts, message)?),
             IdReader::Hashed(read) => Some(read.read(message)?.hashed()),
         };
         id.ok_or(IdError::Missing)
     }
+}
+
+/// The first id that the message has.
+///
+/// # Errors
+/// [`IdError::Unusable`] if a later source has another id, or the id of the first source is unusable.
+fn read_first(parts: &[IdReader], message: &Message) -> Result<Option<MessageId>, IdError> {
+    let mut first: Option<(&IdReader, MessageId)> = None;
+    for part in parts {
+        if first.is_some() && part.is_computed() {
+            continue;
+        }
+        let id = match part.read(message) {
+            Err(IdError::Missing) => continue,
+            // A copy with only this source is refused, so it cannot have another id.
+            Err(IdError::Unusable(_)) if first.is_some() => continue,
+            id => id?,
+        };
+        match &first {
+            None => first = Some((part, id)),
+            // One of them may be hashed.
+            Some((source, first))
+                if *first != id && first.clone().hashed() != id.clone().hashed() =>
+            {
+                return Err(IdError::Unusable(format!(
+                    "the id is ambiguous: {source:?} and {part:?} have different values"
+                )));
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(first.map(|(_, id)| id))
+}
+
+/// The ids of all parts, joined by `/`. `=` precedes `/` and `=` in a part.
+///
+/// # Errors
+/// Those of the first part that has no usable id.
+fn read_all(parts: &[IdReader], message: &Message) -> Result<Vec<u8>, IdError> {
+    let mut joined = Vec::new();
+    for (position, part) in parts.iter().enumerate() {
+        if position > 0 {
+            joined.push(b'/');
+        }
+        for byte in part.read(message)?.as_str().bytes() {
+            if let b'/' | b'=' = byte {
+                joined.push(b'=');
+            }
+            joined.push(byte);
+        }
+    }
+    Ok(joined)
 }
 
 /// Whether the key is the name of the queue. All such messages would have one id, and all but the
@@ -254,29 +364,20 @@ fn is_default_routing_key(message: &Message) -> bool {
 /// [`IdError::Unusable`] if the header is null, occurs with different values, or is `true` or
 /// `false`.
 fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>, IdError> {
-    let mut values = message
-        .headers
-        .iter()
-        .filter(|(header, _)| *header == name.as_bytes())
-        .map(|(_, value)| value);
-    let first = values.next();
-    if first == Some(None) {
-        return Err(IdError::Unusable(format!(
-            "header `{name}` has no text: it is null, or in RabbitMQ a table, an array or a decimal"
-        )));
-    }
-    let first = first.flatten();
-    if values.any(|value| value != first) {
-        return Err(IdError::Unusable(format!(
-            "header `{name}` is ambiguous: it occurs several times with different values"
-        )));
-    }
+    let value = match message.headers.unique(name).map_err(IdError::Unusable)? {
+        Some(None) => {
+            return Err(IdError::Unusable(format!(
+                "header `{name}` has no text: it is null, or in RabbitMQ a table, an array or a decimal"
+            )));
+        }
+        value => value.flatten(),
+    };
     // All messages with `true` would have one id, and all but the first would be skipped as
     // duplicates.
-    if let Some(b"true" | b"false") = first {
+    if let Some(b"true" | b"false") = value {
         return Err(IdError::Unusable(format!("header `{name}` is a boolean")));
     }
-    Ok(first)
+    Ok(value)
 }
 
 impl fmt::Debug for IdSource {
@@ -295,9 +396,19 @@ impl fmt::Debug for IdReader {
             IdReader::BodyHash => f.write_str("body hash"),
             IdReader::Position => f.write_str("position"),
             IdReader::By(_) => f.write_str("function"),
+            IdReader::FirstOf(parts) => write_list(f, parts, " or "),
+            IdReader::AllOf(parts) => write_list(f, parts, " and "),
             IdReader::Hashed(read) => write!(f, "{read:?}, hashed"),
         }
     }
+}
+
+fn write_list(f: &mut fmt::Formatter<'_>, parts: &[IdReader], word: &str) -> fmt::Result {
+    f.write_str("(")?;
+    for (position, part) in parts.iter().enumerate() {
+        write!(f, "{}{part:?}", if position == 0 { "" } else { word })?;
+    }
+    f.write_str(")")
 }
 
 #[cfg(test)]
@@ -405,6 +516,113 @@ mod tests {
             .as_deref(),
             Some("k")
         );
+    }
+
+    #[test]
+    fn the_first_of_several_sources_is_the_id_unless_another_differs() {
+        let first_of = || {
+            IdSource::first_of([
+                IdSource::header("id"),
+                IdSource::message_id(),
+                IdSource::json_pointer("/id"),
+            ])
+        };
+        let read = |message: &Message| first_of().read(message).map(|id| id.to_string());
+        let body = |body: &'static str| Message::new(body);
+        assert_eq!(read(&body("{}")), Err(IdError::Missing));
+        assert_eq!(read(&body(r#"{"id":7}"#)).as_deref(), Ok("7"));
+        let with_property = body("{}").with_message_id("m");
+        assert_eq!(read(&with_property).as_deref(), Ok("m"));
+        let equal = body(r#"{"id":7}"#)
+            .with_message_id("7")
+            .with_header("id", "7");
+        assert_eq!(read(&equal).as_deref(), Ok("7"));
+        let not_json = body("not json").with_header("id", "h");
+        assert_eq!(read(&not_json).as_deref(), Ok("h"));
+        let unusable_first = body(r#"{"id":7}"#).with_header("id", "true");
+        assert!(matches!(read(&unusable_first), Err(IdError::Unusable(_))));
+        for different in [
+            body(r#"{"id":7}"#).with_header("id", "8"),
+            body(r#"{"id":7}"#).with_message_id("8"),
+            body("{}").with_message_id("8").with_header("id", "9"),
+        ] {
+            let Err(IdError::Unusable(text)) = read(&different) else {
+                panic!("two ids: {different:?}")
+            };
+            assert!(text.contains("the id is ambiguous"), "{text}");
+        }
+        assert_eq!(
+            first_of().missing_text(),
+            "no id in the (header `id` or message id property or JSON pointer `/id`), or an empty one"
+        );
+    }
+
+    #[test]
+    fn a_hashed_and_a_plain_id_are_compared_and_a_computed_one_is_not() {
+        let message = Message::new("x")
+            .with_header("a", "7")
+            .with_header("b", "7");
+        let mixed = [IdSource::header("a").hashed(), IdSource::header("b")];
+        assert!(IdSource::first_of(mixed).read(&message).is_ok());
+        let with_fallback =
+            |name| IdSource::first_of([IdSource::header(name), IdSource::body_hash()]);
+        let id = with_fallback("a").read(&message).expect("an id");
+        assert_eq!(id.as_str(), "7");
+        let hash = with_fallback("c").read(&message);
+        assert_eq!(hash, IdSource::body_hash().read(&message));
+    }
+
+    #[test]
+    fn all_parts_are_joined_and_different_parts_are_different_ids() {
+        let read = |parts: [&str; 2]| {
+            let [a, b] = parts;
+            let message = Message::new("").with_header("a", a).with_header("b", b);
+            IdSource::all_of([IdSource::header("a"), IdSource::header("b")]).read(&message)
+        };
+        let id = |parts| read(parts).expect("an id").to_string();
+        assert_eq!(id(["tenant-7", "pay-42"]), "tenant-7/pay-42");
+        assert_eq!(id(["a/b", "c="]), "a=/b/c==");
+        assert!(id(["a b", "c"]).starts_with("h:"));
+        let parts = [
+            "a", "ab", "bc", "c", "/", "=", "a/", "/b", "a=", "=/", "a b", "=/b",
+        ];
+        let pairs = parts.iter().flat_map(|a| parts.map(|b| [*a, b]));
+        let ids: std::collections::HashSet<String> = pairs.map(id).collect();
+        assert_eq!(ids.len(), parts.len() * parts.len());
+        for missing in [["", "b"], ["a", ""], ["", ""]] {
+            assert_eq!(read(missing), Err(IdError::Missing), "{missing:?}");
+        }
+        assert!(matches!(read(["a", "true"]), Err(IdError::Unusable(_))));
+    }
+
+    #[test]
+    fn a_list_of_sources_is_checked() {
+        let header = || IdSource::header("a");
+        for source in [
+            IdSource::first_of([]),
+            IdSource::all_of([]),
+            IdSource::all_of([header(), IdSource::header("")]),
+            IdSource::first_of([header(), IdSource::json_pointer("id")]),
+            IdSource::first_of([IdSource::body_hash(), header()]),
+            IdSource::first_of([IdSource::position().hashed(), header()]).hashed(),
+        ] {
+            assert!(source.check().is_err(), "{source:?}");
+        }
+        let computed_last = IdSource::first_of([header(), IdSource::position()]);
+        assert_eq!(computed_last.check(), Ok(()));
+        assert!(computed_last.reads_position() && !computed_last.reads_message_id());
+        let both = IdSource::all_of([header(), IdSource::message_id()]).hashed();
+        assert!(both.reads_message_id());
+    }
+
+    #[test]
+    fn an_id_of_several_sources_is_read_without_the_body_if_no_source_is_the_body() {
+        let message = Message::new("").with_header("a", "7");
+        let header = || IdSource::header("a");
+        let without_body = |source: IdSource| source.read_without_body(&message);
+        assert!(without_body(IdSource::all_of([header(), header()])).is_some());
+        let with_body = IdSource::first_of([header(), IdSource::json_pointer("/id")]);
+        assert_eq!(without_body(with_body.hashed()), None);
     }
 
     #[test]

@@ -56,6 +56,8 @@ pub enum Outcome {
     Reject,
     /// The payload does not parse.
     Unreadable,
+    /// The router has no route for the message.
+    NoRoute,
     /// The effect may have happened.
     Unknown(DoubtCause),
     /// The inbox has a record of the id, which was not looked up with the claim, or was committed

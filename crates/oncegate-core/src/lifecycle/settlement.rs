@@ -67,6 +67,8 @@ pub enum Reason {
     /// The body cannot be decoded. On RabbitMQ also: a property, header name or routing key is not
     /// UTF-8.
     Unreadable,
+    /// The [`Router`](crate::handler::Router) has no route for the message.
+    NoRoute,
     /// The id was used for another body.
     Conflict,
     /// The handler rejected the message.
@@ -86,10 +88,11 @@ pub enum Reason {
 
 impl Reason {
     /// All reasons, in the order of the enum.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::MissingId,
         Self::UnusableId,
         Self::Unreadable,
+        Self::NoRoute,
         Self::Conflict,
         Self::Refused,
         Self::AttemptsSpent,
@@ -110,6 +113,7 @@ impl Reason {
             Self::MissingId => "missing-id",
             Self::UnusableId => "unusable-id",
             Self::Unreadable => "unreadable",
+            Self::NoRoute => "no-route",
             Self::Conflict => "conflict",
             Self::Refused => "refused",
             Self::AttemptsSpent => "attempts-spent",
@@ -131,6 +135,7 @@ impl Reason {
             Self::MissingId => "it has no id",
             Self::UnusableId => "its id is not valid",
             Self::Unreadable => "its body cannot be read",
+            Self::NoRoute => "its handler has no route for it",
             Self::Conflict => "its id was used for another body",
             Self::Refused => "its handler rejected it",
             Self::AttemptsSpent => "its attempts are exhausted",

@@ -380,6 +380,10 @@ fn each_outcome_of_a_handler() {
             rejecting(GRANT, Reason::Unreadable, Effect::Nothing)
         );
         assert_eq!(
+            returned(Outcome::NoRoute, &policy),
+            rejecting(GRANT, Reason::NoRoute, Effect::Nothing)
+        );
+        assert_eq!(
             transition(Stage::Pausing(GRANT, Tries(1)), Event::Woke, &policy),
             (Stage::Running(GRANT, Tries(1)), Action::Run)
         );
@@ -616,6 +620,10 @@ fn only_effectively_once_with_pass_through_runs_without_the_store() {
             &through
         ),
         reject(Reason::Unreadable)
+    );
+    assert_eq!(
+        transition(without_claim, Event::Returned(Outcome::NoRoute), &through),
+        reject(Reason::NoRoute)
     );
     assert_eq!(
         transition(without_claim, Event::Returned(Outcome::Retry), &through),
@@ -1001,6 +1009,7 @@ fn all_reasons_are_listed_and_have_different_names() {
         MissingId,
         UnusableId,
         Unreadable,
+        NoRoute,
         Conflict,
         Refused,
         AttemptsSpent,

@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context as TaskContext, Poll, Wake, Waker};
 
 use oncegate_core::internal::Lock;
-use oncegate_core::{Context, Failure, Handler, Reconciled};
+use oncegate_core::store::BoxError;
+use oncegate_core::{Context, Decode, Failure, Handler, Message, Reconciled};
 
 use super::faults::{Fault, Faults};
 use super::report::HandlerResult;
@@ -73,6 +74,18 @@ impl<H: Handler> Handler for WatchedHandler<H> {
             return pending().await;
         }
         handled
+    }
+
+    fn decode_payload<D: Decode>(
+        &self,
+        decode: &D,
+        message: &Message,
+    ) -> Result<H::Payload, BoxError> {
+        self.handler.decode_payload(decode, message)
+    }
+
+    fn check_routes(&self) -> Result<(), String> {
+        self.handler.check_routes()
     }
 
     async fn reconcile(&self, payload: H::Payload, cx: &Context) -> Result<Reconciled, Failure> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::{
     Context, Execution, Failure, FailureExt, Guarantee, Handler, IdSource, Message, Order, Raw,
-    RawBytes, Reconciled,
+    RawBytes, Reconciled, Router, handler_fn,
 };
 use oncegate_testkit::kit::HandlerResult;
 use oncegate_testkit::{Effects, Kit};
@@ -275,6 +275,29 @@ async fn bare_is_reported_to_lose_messages() {
         .run()
         .await;
     panics(|| _ = report.assert_none_lost(|id| effects.count(id)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_router_is_tested_with_its_routes() {
+    let effects = Effects::default();
+    let happened = effects.clone();
+    let router = Router::by_header("type").route(
+        "created",
+        handler_fn(move |_: u32, cx| {
+            happened.happened(cx.id());
+            async { Ok(()) }
+        }),
+    );
+    let kit = Kit::new(router)
+        .message(
+            Message::new("1")
+                .with_message_id("a")
+                .with_header("type", "created"),
+        )
+        .message(Message::new("1").with_message_id("b"));
+    let report = kit.run().await;
+    assert_eq!((effects.count("a"), effects.count("b")), (1, 0));
+    assert_eq!(report.dead_letters()[0].reason, Reason::NoRoute);
 }
 
 #[tokio::test(start_paused = true)]

@@ -41,7 +41,7 @@ const SHARED: &[(&str, &[&str])] = &[
     ),
     (
         "each example is a program of its own",
-        &["Charge", "Payment", "Print", "Shelf", "Stock"],
+        &["Charge", "Payment", "Print", "Stock"],
     ),
     (
         "what a run has counted: in the test kit, the chaos runs and the demo",

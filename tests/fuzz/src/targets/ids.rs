@@ -51,6 +51,8 @@ pub fn ids(data: &[u8]) {
         IdSource::json_pointer(&pointer),
         IdSource::body_hash(),
         IdSource::position(),
+        IdSource::first_of([IdSource::header("id"), IdSource::json_pointer(&pointer)]),
+        IdSource::all_of([IdSource::header("id"), IdSource::message_id()]),
     ] {
         let _ = source.read(&message);
     }
