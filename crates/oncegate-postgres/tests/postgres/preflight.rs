@@ -157,7 +157,9 @@ async fn missing_rights_are_named() {
             .map(drop),
     );
 
-    let grant = format!("GRANT SELECT, INSERT, UPDATE, DELETE ON oncegate_markers TO {user}");
+    let grant = format!(
+        "GRANT SELECT, INSERT, UPDATE, DELETE ON oncegate_markers, oncegate_results TO {user}"
+    );
     admin
         .execute(sqlx::AssertSqlSafe(grant))
         .await
