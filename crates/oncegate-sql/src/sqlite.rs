@@ -248,7 +248,7 @@ impl ResultStore for Sqlite {
         completion: &Operation,
         result: &[u8],
     ) -> Result<Completion, StoreError> {
-        let (completion, result) = (completion.clone(), result.to_vec());
+        let (completion, result) = (Box::new(completion.clone()), result.to_vec());
         Ok(self
             .request(|reply| WriterRequest::Complete(completion, result, reply))
             .await??)

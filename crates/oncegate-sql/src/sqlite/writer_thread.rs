@@ -44,7 +44,7 @@ pub(crate) enum WriterRequest {
     /// Applies operations.
     Apply(Vec<Operation>, oneshot::Sender<ApplyAnswers>),
     /// Applies a completion and stores its result.
-    Complete(Operation, Vec<u8>, oneshot::Sender<CompletionAnswer>),
+    Complete(Box<Operation>, Vec<u8>, oneshot::Sender<CompletionAnswer>),
     /// Returns the verdicts of claims, without changes.
     LookUp(
         Vec<Operation>,
@@ -184,7 +184,7 @@ impl WriterThread {
             batch.iter().map(|(operations, _)| operations.as_slice()),
             completions
                 .iter()
-                .map(|(completion, result, _)| (completion, result.as_slice())),
+                .map(|(completion, result, _)| (&**completion, result.as_slice())),
             count,
         ) {
             Ok((answers, completed)) => {
@@ -591,8 +591,11 @@ mod tests {
         let (sender, requests) = channel();
         let complete = |id| {
             let (reply, answer) = oneshot::channel();
-            let request =
-                WriterRequest::Complete(completion(id, IDLE_INTERVAL), b"7".into(), reply);
+            let request = WriterRequest::Complete(
+                Box::new(completion(id, IDLE_INTERVAL)),
+                b"7".into(),
+                reply,
+            );
             sender.send(request).expect("the receiver exists");
             answer
         };

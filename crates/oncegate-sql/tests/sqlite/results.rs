@@ -136,7 +136,7 @@ async fn after_kill_9_exactly_the_done_ids_have_results() {
 async fn results_are_deleted_with_their_expired_markers() {
     let directory = Directory::new();
     let store = directory.store();
-    for id in ["kept", "old-1", "old-2", "reused", "without"] {
+    for id in ["kept", "old-1", "old-2", "other", "reused", "without"] {
         assert_eq!(verdicts(&store, &[claim(id, 1)]).await, [GRANTED]);
         if id != "without" {
             store_result(&store, id, b"first").await;
@@ -152,6 +152,10 @@ async fn results_are_deleted_with_their_expired_markers() {
     for id in ["old-1", "reused"] {
         assert_eq!(read(&store, id).await, None);
     }
+    // Another marker, written by a release that keeps no results.
+    let other = "UPDATE oncegate_merged_markers SET expires = expires + 1000 WHERE key = 'other'";
+    raw.execute(other, []).expect("written");
+    assert_eq!(read(&store, "other").await, None);
     // Done again before its row is deleted.
     let mut again = complete("reused", 2);
     again.terms.window = 700 * SECOND;
@@ -159,7 +163,7 @@ async fn results_are_deleted_with_their_expired_markers() {
     assert_eq!(read(&store, "reused").await, None);
 
     let begun = std::time::Instant::now();
-    while rows(&directory) != ["kept"] {
+    while rows(&directory) != ["kept", "other"] {
         assert!(begun.elapsed() < 60 * SECOND, "{:?}", rows(&directory));
         tokio::time::sleep(SECOND / 50).await;
     }
