@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use oncegate::marker::{Guarantee, Operation, Verdict};
 #[cfg(feature = "redis")]
 use oncegate::{Durability, Redis};
-use oncegate::{MemoryStore, Persistence, Scope, Store, StoreError};
+use oncegate::{MemoryStore, Persistence, ResultStore, Scope, Store, StoreError};
 #[cfg(feature = "postgres")]
 use oncegate_postgres::Postgres;
 
@@ -70,6 +70,10 @@ impl Store for AnyStore {
 
     fn parallel_applies(&self) -> usize {
         self.0.parallel_applies()
+    }
+
+    fn results(&self) -> Option<&dyn ResultStore> {
+        self.0.results()
     }
 }
 

@@ -270,3 +270,12 @@ fn ids_are_hashed_if_configured() {
         );
     }
 }
+
+#[test]
+fn a_configured_store_keeps_results() {
+    use oncegate::Store;
+
+    let url = ("ONCEGATE_STORE_URL".to_owned(), "memory:".to_owned());
+    let config = Config::read(None, [url]).expect("the configuration is valid");
+    assert!(config.store().expect("a store").results().is_some());
+}

@@ -67,6 +67,17 @@ pub enum Marker {
     Done(Option<Fingerprint>),
 }
 
+impl Marker {
+    /// Whether the id is done, and the body of this fingerprint is not known to be another one.
+    pub fn is_done_for(&self, fingerprint: Option<Fingerprint>) -> bool {
+        match (self, fingerprint) {
+            (Self::Done(Some(stored)), Some(own)) => *stored == own,
+            (Self::Done(_), _) => true,
+            _ => false,
+        }
+    }
+}
+
 /// The holder of a marker, and the terms of its claim. The marker contains the lease and the
 /// horizon, so that processes with another configuration apply those of its writer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -12,13 +12,15 @@ use oncegate_core::marker::{
 };
 use sqlx::postgres::PgConnection;
 
-use crate::statement::{MarkerStep, MarkerStepResult, SelectedRow, Steps};
+use crate::statement::{MarkerStep, MarkerStepResult, ResultStep, SelectedRow, Steps};
 
 /// The answers of a batch that are known so far.
 pub(crate) struct Progress {
     answers: Vec<Option<Result<Verdict, StoreFailure>>>,
     /// Operations in a statement that was sent and has no reply yet.
     sent: Vec<usize>,
+    /// The result of an id that was done before its completion.
+    pub(crate) earlier: Option<Vec<u8>>,
 }
 
 /// The step of an operation for the next statement.
@@ -28,6 +30,8 @@ struct PlannedStep {
     step: MarkerStep,
     /// The answer if the step is applied; `None` for [`MarkerStep::Read`].
     verdict: Option<Verdict>,
+    /// Whether it changes a done marker, whose result has to be deleted.
+    leaves_done: bool,
 }
 
 impl Progress {
@@ -35,6 +39,7 @@ impl Progress {
         Self {
             answers: (0..operations).map(|_| None).collect(),
             sent: Vec::new(),
+            earlier: None,
         }
     }
 
@@ -70,13 +75,15 @@ fn of_unsent_operation(failure: StoreFailure) -> StoreFailure {
 }
 
 /// Applies the operations; those on the same key in their order, each in a round of its own.
-/// Repeats until each is answered; the caller limits the time.
+/// Repeats until each is answered; the caller limits the time. With a `result`, the only operation is
+/// a completion that stores it.
 ///
 /// # Errors
 /// The connection or a statement failed. `progress` has the answers so far.
 pub(crate) async fn run(
     connection: &mut PgConnection,
     operations: &[Operation],
+    result: Option<&[u8]>,
     progress: &mut Progress,
 ) -> Result<(), sqlx::Error> {
     let mut remaining: Vec<usize> = (0..operations.len()).collect();
@@ -85,7 +92,7 @@ pub(crate) async fn run(
         let (round, later): (Vec<usize>, Vec<usize>) = remaining
             .into_iter()
             .partition(|index| keys.insert(operations[*index].key.as_bytes()));
-        run_round(connection, operations, &round, progress).await?;
+        run_round(connection, operations, &round, result, progress).await?;
         remaining = later;
     }
     Ok(())
@@ -96,6 +103,7 @@ async fn run_round(
     connection: &mut PgConnection,
     operations: &[Operation],
     round: &[usize],
+    result: Option<&[u8]>,
     progress: &mut Progress,
 ) -> Result<(), sqlx::Error> {
     let mut steps: Vec<PlannedStep> = round
@@ -106,6 +114,11 @@ async fn run_round(
         let mut parameters = Steps::default();
         let mut by_key = HashMap::with_capacity(steps.len());
         progress.sent.clear();
+        let results = match result {
+            Some(result) => ResultStep::Store(result),
+            None if steps.iter().any(|planned| planned.leaves_done) => ResultStep::Forget,
+            None => ResultStep::Keep,
+        };
         // Concurrent batches must lock the same rows in the same order, or they may deadlock.
         steps.sort_unstable_by(|one, other| {
             let key = |it: &PlannedStep| operations[it.index].key.as_bytes();
@@ -117,20 +130,24 @@ async fn run_round(
             progress.sent.push(planned.index);
             by_key.insert(key, (planned.index, planned.verdict));
         }
-        for (key, result) in parameters.execute(connection).await? {
+        for (key, answer) in parameters.execute(connection, results).await? {
             let Some((index, verdict)) = by_key.remove(key.as_str()) else {
                 continue;
             };
-            match (result, verdict) {
+            match (answer, verdict) {
                 (MarkerStepResult::Applied, Some(verdict)) => {
                     progress.answers[index] = Some(Ok(verdict));
                 }
                 // Does not occur: only a read has no verdict, and it is never applied.
                 (MarkerStepResult::Applied, None) => {}
-                (MarkerStepResult::NotApplied(found), _) => {
+                (MarkerStepResult::NotApplied(found, stored), _) => {
+                    let stored = stored.filter(|_| found.is_done_for(&operations[index]));
                     match next_step(index, &operations[index], found) {
                         Ok(step) => steps.push(step),
-                        Err(answer) => progress.answers[index] = Some(answer),
+                        Err(answer) => {
+                            progress.answers[index] = Some(answer);
+                            progress.earlier = stored;
+                        }
                     }
                 }
             }
@@ -147,6 +164,7 @@ fn first_step(index: usize, operation: &Operation) -> PlannedStep {
         index,
         step: MarkerStep::Read,
         verdict: None,
+        leaves_done: false,
     };
     let Operation {
         kind,
@@ -185,6 +203,7 @@ fn first_step(index: usize, operation: &Operation) -> PlannedStep {
         index,
         step,
         verdict: Some(verdict),
+        leaves_done: false,
     }
 }
 
@@ -212,8 +231,8 @@ fn next_step(
     let step = match (change, version) {
         (Change::Keep, _) | (Change::Delete, None) => return Err(Ok(verdict)),
         (Change::Delete, Some(version)) => MarkerStep::Delete(version),
-        (Change::Write(marker, time_to_live), version) => {
-            let Some(row) = MarkerColumns::of(marker) else {
+        (Change::Write(written, time_to_live), version) => {
+            let Some(row) = MarkerColumns::of(written) else {
                 return Err(Ok(verdict)); // does not occur: an absent marker is deleted
             };
             let time_to_live = time_to_live_ms(time_to_live);
@@ -227,6 +246,7 @@ fn next_step(
         index,
         step,
         verdict: Some(verdict),
+        leaves_done: matches!(marker, Marker::Done(_)),
     })
 }
 

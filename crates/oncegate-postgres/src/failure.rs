@@ -48,7 +48,7 @@ fn remedy(code: &str, stage: StatementStage) -> Option<&'static str> {
             "create or update the tables with Postgres::create_tables or Postgres::migrate"
         }
         "42501" => {
-            "grant this user SELECT, INSERT, UPDATE and DELETE on oncegate_markers and oncegate_outbox, and SELECT on oncegate_schema"
+            "grant this user SELECT, INSERT, UPDATE and DELETE on oncegate_markers, oncegate_results and oncegate_outbox, and SELECT on oncegate_schema"
         }
         "28000" | "28P01" => "correct the user or the password in the URL",
         "3D000" => "create the database, or correct its name in the URL",

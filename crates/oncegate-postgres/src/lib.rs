@@ -5,6 +5,7 @@
 //! on each.
 //!
 //! A batch of claims of new ids and of completions is one statement: one round trip and one commit.
+//! So is a completion with the result of a run (`Gate::run_stored`), which is stored with it.
 //! Terms such as claim and marker: <https://github.com/oncegate/oncegate/blob/main/docs/src/promises.md#terms>.
 #![forbid(unsafe_code)]
 
@@ -17,6 +18,7 @@ mod inbox;
 mod metric;
 mod outbox;
 mod preflight;
+mod results;
 mod savepoint_depth;
 mod schema;
 mod statement;

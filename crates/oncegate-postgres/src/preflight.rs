@@ -31,8 +31,9 @@ const STATE: &str = "
 SELECT current_setting('server_version_num')::int4, pg_is_in_recovery(), current_setting('fsync'),
     current_setting('full_page_writes'),
     coalesce((SELECT relpersistence <> 'p' FROM pg_class WHERE oid = to_regclass('oncegate_markers')), false),
-    coalesce((SELECT bool_and(has_table_privilege(to_regclass('oncegate_markers'), right_name))
-        FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS right_name), false),
+    coalesce((SELECT bool_and(has_table_privilege(to_regclass(table_name), right_name))
+        FROM unnest(ARRAY['oncegate_markers', 'oncegate_results']) AS table_name,
+            unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS right_name), false),
     current_setting('transaction_read_only') = 'on', to_regclass('oncegate_markers')::oid::int8,
     (SELECT format('%I.%I', nspname, relname) FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
         WHERE pg_class.oid = to_regclass('oncegate_outbox')),
@@ -84,7 +85,7 @@ impl PostgresState {
         Ok(())
     }
 
-    /// Checks that the user has the rights on the table that the store needs.
+    /// Checks that the user has the rights on the tables that the store needs.
     ///
     /// # Errors
     /// A right is missing; the text has the `GRANT` of all of them.
@@ -93,8 +94,8 @@ impl PostgresState {
             return Ok(());
         }
         Err(StoreFailure::misconfigured(format!(
-            "the user {user} of PostgreSQL at {server} may not use the table oncegate_markers: \
-             GRANT SELECT, INSERT, UPDATE, DELETE ON oncegate_markers TO {user}"
+            "the user {user} of PostgreSQL at {server} may not use the tables oncegate_markers and oncegate_results: \
+             GRANT SELECT, INSERT, UPDATE, DELETE ON oncegate_markers, oncegate_results TO {user}"
         )))
     }
 

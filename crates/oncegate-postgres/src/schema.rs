@@ -5,13 +5,16 @@ use sqlx::postgres::PgConnection;
 use sqlx::{Connection, Executor, Row};
 
 /// The version of the tables that this release reads and writes.
-pub(crate) const VERSION: i32 = 2;
+pub(crate) const VERSION: i32 = 3;
 
 /// The statements that update the tables from each version to the next, the first from version 0.
 ///
 /// `fillfactor` leaves room on the page of a claim for its completion, which then changes no index.
 /// The scale factors of autovacuum are lower than PostgreSQL's, by which a fifth of the rows may be dead
 /// before it starts.
+///
+/// Results are not updated, and most are written in the order of their expiry, so an index on it
+/// costs little.
 const MIGRATIONS: [&str; VERSION as usize] = ["
 CREATE TABLE oncegate_markers ( -- all stored markers, one row per id; times in milliseconds, by this server's clock
     key         text COLLATE \"C\" PRIMARY KEY, -- <id>, or <scope>|<id>
@@ -43,7 +46,13 @@ CREATE TABLE IF NOT EXISTS oncegate_outbox ( -- messages of committed transactio
     error       text -- why the message cannot be published; the relay skips such rows, and later ones of their key
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 CREATE INDEX IF NOT EXISTS oncegate_outbox_unsent ON oncegate_outbox (exchange, destination, number) WHERE error IS NULL;
-CREATE INDEX IF NOT EXISTS oncegate_outbox_parked ON oncegate_outbox (exchange, destination, key) WHERE error IS NOT NULL"];
+CREATE INDEX IF NOT EXISTS oncegate_outbox_parked ON oncegate_outbox (exchange, destination, key) WHERE error IS NOT NULL", "
+CREATE TABLE IF NOT EXISTS oncegate_results ( -- what completed runs returned, written together with their done markers
+    key     text COLLATE \"C\" PRIMARY KEY, -- that of the marker
+    expires int8 NOT NULL, -- that of the marker; a result without a done marker of this expiry does not count
+    result  bytea NOT NULL
+);
+CREATE INDEX IF NOT EXISTS oncegate_results_expires ON oncegate_results (expires)"];
 
 /// Whether the tables exist, and their version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,7 @@
 //! The statement that executes a batch of steps, and its parameters.
 
 use oncegate_core::internal::MarkerColumns;
+use oncegate_core::marker::Operation;
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Row, query};
 
@@ -15,7 +16,13 @@ use sqlx::{Row, query};
 /// transaction that wrote the row. Each statement is a transaction and writes a row at most once,
 /// so an equal version proves an unchanged row. A version is compared only within one call of
 /// `Store::apply`, too short for transaction ids to be reused.
-const APPLY: &str = "
+///
+/// The parameters of the macro are what a variant adds for results: a part of the statement, and
+/// the column of the last SELECT with its join. The variants are separate statements, so that
+/// batches without results do not pay for them.
+macro_rules! apply {
+    ($part:literal, $none:literal, $column:literal, $join:literal) => {
+        concat!("
 WITH clock AS MATERIALIZED (SELECT floor(extract(epoch FROM statement_timestamp()) * 1000)::int8 AS now),
 step AS MATERIALIZED (
     SELECT s.*, clock.now, clock.now + s.time_to_live AS expires FROM clock, unnest(
@@ -46,15 +53,57 @@ deleted AS (
     DELETE FROM oncegate_markers AS m USING step AS s
     WHERE s.kind = 3 AND m.key = s.key AND m.xmin = s.seen::xid RETURNING m.key
 ),
-applied AS MATERIALIZED (SELECT key FROM inserted UNION ALL SELECT key FROM updated UNION ALL SELECT key FROM deleted)
+applied AS MATERIALIZED (SELECT key FROM inserted UNION ALL SELECT key FROM updated UNION ALL SELECT key FROM deleted)", $part, "
 SELECT key, true, NULL::text, NULL::int8, NULL::int2, NULL::int8, NULL::int8, NULL::int8, NULL::int8, NULL::int2, NULL::bytea,
-    NULL::int8, NULL::int8, NULL::int2
+    NULL::int8, NULL::int8, NULL::int2", $none, "
 FROM applied
 UNION ALL
 SELECT s.key, false, m.xmin::text, greatest(m.expires, 0) - s.now, m.state, m.fingerprint, m.attempt, m.base, m.crashes, m.effect, m.token,
-    m.lease, m.horizon, m.guarantee
-FROM step AS s LEFT JOIN oncegate_markers AS m ON m.key = s.key
-WHERE s.key NOT IN (SELECT key FROM applied)";
+    m.lease, m.horizon, m.guarantee", $column, "
+FROM step AS s LEFT JOIN oncegate_markers AS m ON m.key = s.key", $join, "
+WHERE s.key NOT IN (SELECT key FROM applied)")
+    };
+}
+
+const APPLY: &str = apply!("", "", "", "");
+
+/// Also deletes the results of the rows that it changes.
+const APPLY_AND_FORGET: &str = apply!(
+    ",
+forgotten AS (
+    DELETE FROM oncegate_results WHERE key IN (SELECT key FROM updated UNION ALL SELECT key FROM deleted)
+)",
+    "",
+    "",
+    ""
+);
+
+/// Also stores the result of the done marker that it writes, in place of any other. Else returns
+/// the result of the row, if that is a live done marker.
+///
+/// The row of a result is written while the transaction has locked that of its marker, so that two
+/// transactions wait for each other in one direction only.
+const APPLY_AND_STORE: &str = apply!(
+    ",
+stored AS (
+    INSERT INTO oncegate_results (key, expires, result)
+    SELECT key, expires, $17::bytea FROM step WHERE state = 0 AND key IN (SELECT key FROM applied)
+    ON CONFLICT (key) DO UPDATE SET expires = excluded.expires, result = excluded.result
+)",
+    ", NULL::bytea",
+    ", r.result",
+    " LEFT JOIN oncegate_results AS r ON r.key = m.key AND r.expires = m.expires AND m.state = 0 AND m.expires > s.now"
+);
+
+/// What a statement does with results.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ResultStep<'a> {
+    Keep,
+    /// Deletes those of the changed rows.
+    Forget,
+    /// Stores this one with the done marker that is written.
+    Store(&'a [u8]),
+}
 
 /// What a step does, and on which condition.
 #[derive(Clone, Debug)]
@@ -87,8 +136,8 @@ pub(crate) struct Steps<'a> {
 #[derive(Debug)]
 pub(crate) enum MarkerStepResult {
     Applied,
-    /// The key is not in the expected state; its row.
-    NotApplied(SelectedRow),
+    /// The key is not in the expected state; its row. With [`ResultStep::Store`] also its result.
+    NotApplied(SelectedRow, Option<Vec<u8>>),
 }
 
 /// The row of a key.
@@ -103,6 +152,19 @@ pub(crate) enum SelectedRow {
         left: i64,
         row: MarkerColumns,
     },
+}
+
+impl SelectedRow {
+    /// Whether it is a done marker with a body that is not known to be another one than that of the
+    /// operation.
+    pub(crate) fn is_done_for(&self, operation: &Operation) -> bool {
+        match self {
+            Self::Row { row, .. } => row
+                .marker()
+                .is_ok_and(|marker| marker.is_done_for(operation.terms.fingerprint)),
+            Self::Missing | Self::Unreadable => false,
+        }
+    }
 }
 
 impl<'a> Steps<'a> {
@@ -139,7 +201,13 @@ impl<'a> Steps<'a> {
     pub(crate) async fn execute(
         &self,
         connection: &mut PgConnection,
+        result: ResultStep<'_>,
     ) -> Result<Vec<(String, MarkerStepResult)>, sqlx::Error> {
+        let statement = match result {
+            ResultStep::Keep => APPLY,
+            ResultStep::Forget => APPLY_AND_FORGET,
+            ResultStep::Store(_) => APPLY_AND_STORE,
+        };
         let rows = &self.rows;
         let int8 = |column: fn(&MarkerColumns) -> Option<i64>| -> Vec<Option<i64>> {
             rows.iter().map(column).collect()
@@ -151,7 +219,7 @@ impl<'a> Steps<'a> {
             .iter()
             .map(|row| row.token.map(u128::to_be_bytes))
             .collect();
-        let answers = query(APPLY)
+        let answers = query(statement)
             .bind(&self.keys)
             .bind(&self.kinds)
             .bind(&self.seen)
@@ -167,18 +235,27 @@ impl<'a> Steps<'a> {
             .bind(tokens)
             .bind(int8(|row| row.lease))
             .bind(int8(|row| row.horizon))
-            .bind(int2(|row| row.guarantee))
-            .fetch_all(connection)
-            .await?;
+            .bind(int2(|row| row.guarantee));
+        let answers = match result {
+            ResultStep::Keep | ResultStep::Forget => answers,
+            ResultStep::Store(result) => answers.bind(result),
+        };
+        let answers = answers.fetch_all(connection).await?;
         answers
             .iter()
             .map(|answer| {
                 let key = answer.try_get::<String, _>(0)?;
-                let result = match answer.try_get(1)? {
+                let step = match answer.try_get(1)? {
                     true => MarkerStepResult::Applied,
-                    false => MarkerStepResult::NotApplied(decode_row(answer, 2)?),
+                    false => {
+                        let stored = match result {
+                            ResultStep::Keep | ResultStep::Forget => None,
+                            ResultStep::Store(_) => answer.try_get(14)?,
+                        };
+                        MarkerStepResult::NotApplied(decode_row(answer, 2)?, stored)
+                    }
                 };
-                Ok((key, result))
+                Ok((key, step))
             })
             .collect()
     }

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use oncegate_core::internal::{Problem, StoreFailure};
 use oncegate_core::marker::{Guarantee, Operation, Verdict};
 use oncegate_core::store::APPLY_TIMEOUT;
-use oncegate_core::{Persistence, Store, StoreError};
+use oncegate_core::{Persistence, ResultStore, Store, StoreError};
 use sqlx::postgres::{PgConnectOptions, PgConnection};
 use sqlx::{ConnectOptions, PgPool};
 
@@ -24,7 +24,8 @@ use crate::{preflight, schema, url_parameters};
 /// The time limit of creating or updating the tables.
 const MIGRATION_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Stores markers in the table `oncegate_markers` of a PostgreSQL database, version 14 or newer.
+/// Stores markers in the table `oncegate_markers` of a PostgreSQL database, version 14 or newer, and
+/// results of runs in `oncegate_results`.
 ///
 /// Each operation is atomic on its key and uses the server's clock. A batch of claims of new ids
 /// and of completions is one statement; an operation on a key in another state needs a second
@@ -216,11 +217,34 @@ impl Postgres {
         Ok(())
     }
 
-    /// Applies operations within the timeout. Returns the failure of those without an answer in
-    /// `progress`, if any.
-    async fn run(&self, operations: &[Operation], progress: &mut Progress) -> Option<StoreFailure> {
+    /// Applies operations within the timeout; with a `result`, one completion that stores it.
+    /// Returns their answers, and the result of an id that was done before its completion.
+    pub(crate) async fn run(
+        &self,
+        operations: &[Operation],
+        result: Option<&[u8]>,
+    ) -> (Vec<Result<Verdict, StoreError>>, Option<Vec<u8>>) {
+        let mut progress = Progress::new(operations.len());
+        let failure = match self.check_settings() {
+            Ok(()) => self.request(operations, result, &mut progress).await,
+            Err(failure) => Some(failure),
+        };
+        self.sweep.count(operations.len(), &self.connections);
+        let earlier = progress.earlier.take();
+        let answers = progress.into_answers(failure).into_iter();
+        let answers = answers.map(|answer| answer.map_err(StoreError::from));
+        (answers.collect(), earlier)
+    }
+
+    /// Returns the failure of the operations without an answer in `progress`, if any.
+    async fn request(
+        &self,
+        operations: &[Operation],
+        result: Option<&[u8]>,
+        progress: &mut Progress,
+    ) -> Option<StoreFailure> {
         let apply = async |connection: &mut PgConnection| {
-            apply::run(connection, operations, progress).await
+            apply::run(connection, operations, result, progress).await
         };
         let (timeout, stage) = (self.timeout, StatementStage::Executing);
         let applied = self.connections.request(timeout, stage, apply);
@@ -234,16 +258,7 @@ impl Store for Postgres {
         if operations.is_empty() {
             return Vec::new();
         }
-        let mut progress = Progress::new(operations.len());
-        let failure = match self.check_settings() {
-            Ok(()) => self.run(operations, &mut progress).await,
-            Err(failure) => Some(failure),
-        };
-        self.sweep.count(operations.len(), &self.connections);
-        let answers = progress.into_answers(failure).into_iter();
-        answers
-            .map(|answer| answer.map_err(StoreError::from))
-            .collect()
+        self.run(operations, None).await.0
     }
 
     fn described(&self) -> String {
@@ -277,6 +292,10 @@ impl Store for Postgres {
     /// Two batches: the caller processes the answers of one while the server applies the other.
     fn parallel_applies(&self) -> usize {
         2
+    }
+
+    fn results(&self) -> Option<&dyn ResultStore> {
+        Some(self)
     }
 }
 

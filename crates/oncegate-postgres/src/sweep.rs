@@ -10,6 +10,7 @@ use sqlx::Row;
 
 use crate::connections::PostgresConnections;
 use crate::metric::MARKERS_EXPIRED;
+use crate::results;
 
 /// The time limit of a scan, so that it does not hold its connection to a server that does not
 /// answer.
@@ -114,6 +115,9 @@ impl Sweep {
             .map_err(|error| SweepError(error.into()))?;
         let columns = || Ok::<(i64, i64), sqlx::Error>((row.try_get(0)?, row.try_get(1)?));
         let (deleted, blocks) = columns().map_err(|error| SweepError(error.into()))?;
+        results::delete_expired(&mut taken.connection, 2 * OPERATIONS)
+            .await
+            .map_err(|error| SweepError(error.into()))?;
         taken.put_back();
         let next = match first {
             None => fastrand::i64(0..blocks.max(1)),

@@ -10,6 +10,7 @@ mod inbox_transaction;
 mod marker_table;
 mod metric;
 mod recent;
+mod results;
 mod sweep;
 mod windows;
 mod writer_thread;
@@ -21,9 +22,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use oncegate_core::internal::Lock;
-use oncegate_core::marker::{Marker, Operation, Verdict};
+use oncegate_core::marker::{Fingerprint, Marker, Operation, Verdict};
 use oncegate_core::store::APPLY_TIMEOUT;
-use oncegate_core::{Key, Persistence, Store, StoreError};
+use oncegate_core::{Completion, Key, Persistence, ResultStore, Store, StoreError};
 use tokio::sync::oneshot;
 
 pub use browse::{SqliteBrowse, SqliteListed};
@@ -34,7 +35,8 @@ pub use metric::SQLITE_METRICS;
 use recent::MergeLimits;
 use writer_thread::WriterRequest;
 
-/// Stores markers in one SQLite file, which several processes of one machine may share.
+/// Stores markers, and results of runs, in one SQLite file, which several processes of one machine
+/// may share.
 ///
 /// Each operation is atomic on its key and uses the machine's wall clock. Answered operations
 /// survive a crash of the process and, with [`Synchronous::Full`], a power cut. A missing file is
@@ -230,6 +232,36 @@ impl Store for Sqlite {
         2
     }
 
+    fn results(&self) -> Option<&dyn ResultStore> {
+        Some(self)
+    }
+
     // `for_renewals` keeps its default, which shares this store: the thread needs no runtime, so
     // that a handler that blocks the threads of the runtime does not block it.
+}
+
+/// A completion shares the commit of the operations that are waiting with it.
+#[async_trait]
+impl ResultStore for Sqlite {
+    async fn complete(
+        &self,
+        completion: &Operation,
+        result: &[u8],
+    ) -> Result<Completion, StoreError> {
+        let (completion, result) = (Box::new(completion.clone()), result.to_vec());
+        Ok(self
+            .request(|reply| WriterRequest::Complete(completion, result, reply))
+            .await??)
+    }
+
+    async fn read(
+        &self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
+        let read = Box::new((key.clone(), fingerprint));
+        Ok(self
+            .request(|reply| WriterRequest::ReadResult(read, reply))
+            .await??)
+    }
 }

@@ -8,7 +8,6 @@ use oncegate::gate::Stored;
 use oncegate::{Failure, Gate, GateError, Redis};
 use serde::{Deserialize, Serialize};
 
-#[derive(Debug)]
 struct ChargeRequest {
     account: String,
     cents: u64,
@@ -44,7 +43,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 async fn answer(gate: &Gate, key: &str, request: &ChargeRequest) -> Result<String, GateError> {
-    let body = format!("{request:?}");
+    let body = format!("{} {}", request.account, request.cents);
     let run = || async { charge(request).await };
     Ok(match gate.request(key).body(body).run_stored(run).await? {
         Stored::Executed(receipt) => format!("charged now: {receipt:?}"),

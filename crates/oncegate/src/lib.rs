@@ -29,7 +29,9 @@ pub use oncegate_core::{Gate, GateError, RunOutcome, WhenHeld};
 pub use oncegate_core::{Headers, Key, Message, MessageId, Origin, Position};
 // Sources and stores. The modules `source` and `store` have the types that only implementations
 // need.
-pub use oncegate_core::{Persistence, Source, SourceError, Store, StoreError};
+pub use oncegate_core::{
+    Completion, Persistence, ResultStore, Source, SourceError, Store, StoreError,
+};
 // The source and the store in memory.
 pub use oncegate_core::{MemoryBroker, MemoryStore};
 

@@ -251,9 +251,8 @@ impl MarkerTables {
     /// The result of a done id, unless its body is another one.
     fn result(&self, key: KeyHash, fingerprint: Option<Fingerprint>, now: u64) -> Option<Vec<u8>> {
         let done = self.done_at(key, now)?;
-        let is_other_body =
-            matches!((done.fingerprint, fingerprint), (Some(of), Some(own)) if of != own);
-        let stored = self.results.get(&key).filter(|_| !is_other_body)?;
+        let is_same = Marker::Done(done.fingerprint).is_done_for(fingerprint);
+        let stored = self.results.get(&key).filter(|_| is_same)?;
         Some(stored.encoded.clone())
     }
 

@@ -9,5 +9,6 @@ mod inbox;
 mod laws;
 mod outbox;
 mod preflight;
+mod results;
 mod support;
 mod sweep;

@@ -157,11 +157,15 @@ async fn missing_rights_are_named() {
             .map(drop),
     );
 
-    let grant = format!("GRANT SELECT, INSERT, UPDATE, DELETE ON oncegate_markers TO {user}");
-    admin
-        .execute(sqlx::AssertSqlSafe(grant))
-        .await
-        .expect("granted");
+    let grant = async |admin: &mut sqlx::PgConnection, table: &str| {
+        let grant = format!("GRANT SELECT, INSERT, UPDATE, DELETE ON {table} TO {user}");
+        let granted = admin.execute(sqlx::AssertSqlSafe(grant)).await;
+        granted.expect("granted");
+    };
+    grant(&mut admin, "oncegate_markers").await;
+    let text = refused(store.preflight(Guarantee::AtMostOnce).await);
+    assert_contains(&text, &["ON oncegate_markers, oncegate_results TO", &user]);
+    grant(&mut admin, "oncegate_results").await;
     store
         .preflight(Guarantee::AtMostOnce)
         .await

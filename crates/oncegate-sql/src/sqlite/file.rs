@@ -12,7 +12,7 @@ use super::failure::{self, FailureStage, StoreFailure};
 use super::handler_guard::HandlerGuard;
 use super::marker_table::EXPIRED;
 use super::recent::{self, MergeLimits};
-use super::windows;
+use super::{results, windows};
 
 /// The version of the schema. A file with another version is rejected and not changed.
 const VERSION: i32 = 3;
@@ -173,9 +173,9 @@ impl OpenDatabase {
             )));
         }
         configure(&connection, config).map_err(&to_failure)?;
-        connection
-            .execute_batch(windows::TABLE)
-            .map_err(&to_failure)?; // no effect if it exists
+        for table in [windows::TABLE, results::TABLE] {
+            connection.execute_batch(table).map_err(&to_failure)?; // no effect if it exists
+        }
         version(&connection).map_err(&to_failure)?; // this read opens the WAL
         // SQLite has opened the file between the two reads of the identity. If both are equal, that
         // is the file with this identity.

@@ -3,16 +3,18 @@
 
 use std::time::Duration;
 
-use oncegate_core::Key;
 use oncegate_core::internal::{MarkerColumns, UnreadableRow};
 use oncegate_core::marker::{
-    Age, Attempts, Change, Effect, Hold, Marker, Operation, OperationKind, Terms, Verdict, apply,
+    Age, Attempts, Change, Effect, Fingerprint, Hold, Marker, Operation, OperationKind, Terms,
+    Verdict, apply,
 };
+use oncegate_core::{Completion, Key};
 use rusqlite::{CachedStatement, Connection, OptionalExtension, Params, Row, params};
 
 use super::clock::ClockReading;
 use super::failure::StoreFailure;
 use super::recent::RecentMarkers;
+use super::results;
 use oncegate_core::internal::milliseconds;
 
 const SELECT_RECENT: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee
@@ -65,6 +67,7 @@ pub(crate) struct MarkerTable<'transaction> {
     complete_merged_claim: CachedStatement<'transaction>,
     delete_merged: CachedStatement<'transaction>,
     hide: CachedStatement<'transaction>,
+    connection: &'transaction Connection,
     recent: &'transaction mut RecentMarkers,
     now: ClockReading,
 }
@@ -73,11 +76,14 @@ pub(crate) struct MarkerTable<'transaction> {
 pub(crate) struct StoredMarker {
     pub(crate) marker: Marker,
     age: Age,
+    /// The expiry of a done row, also of one that has expired.
+    done_until: Option<i64>,
 }
 
 const ABSENT: StoredMarker = StoredMarker {
     marker: Marker::Absent,
     age: Age::Of(Duration::ZERO),
+    done_until: None,
 };
 
 impl<'transaction> MarkerTable<'transaction> {
@@ -98,6 +104,7 @@ impl<'transaction> MarkerTable<'transaction> {
             complete_merged_claim: prepare(COMPLETE_MERGED_CLAIM)?,
             delete_merged: prepare(DELETE_MERGED)?,
             hide: prepare(HIDE)?,
+            connection,
             recent,
             now,
         })
@@ -120,6 +127,9 @@ impl<'transaction> MarkerTable<'transaction> {
             Err(UnreadableRow) => return Ok(Err(unreadable(key.as_str()))),
         };
         let (change, verdict) = apply(found.marker, found.age, operation);
+        if found.done_until.is_some() && !matches!(change, Change::Keep) {
+            results::delete(self.connection, key.as_str())?;
+        }
         match change {
             Change::Keep => {}
             Change::Delete => self.delete(key)?,
@@ -135,6 +145,65 @@ impl<'transaction> MarkerTable<'transaction> {
         Ok(Ok(verdict))
     }
 
+    /// Applies a completion. If it writes the done marker, stores the result, too.
+    ///
+    /// # Errors
+    /// If SQLite fails, which fails the whole transaction.
+    pub(crate) fn complete(
+        &mut self,
+        completion: &Operation,
+        result: &[u8],
+    ) -> rusqlite::Result<Result<Completion, StoreFailure>> {
+        let key = &completion.key;
+        let before = self.done(key)?;
+        let verdict = match self.apply(completion)? {
+            Ok(verdict) => verdict,
+            Err(failure) => return Ok(Err(failure)),
+        };
+        let mut earlier = None;
+        match (before, self.done(key)?) {
+            (Some((marker, expires)), _) => {
+                if marker.is_done_for(completion.terms.fingerprint) {
+                    earlier = results::read(self.connection, key.as_str(), expires)?;
+                }
+            }
+            (None, Some((_, expires))) => {
+                results::write(self.connection, key.as_str(), expires, result)?
+            }
+            (None, None) => {}
+        }
+        Ok(Ok(Completion { verdict, earlier }))
+    }
+
+    /// The result of a done id, unless its body is another one.
+    ///
+    /// # Errors
+    /// If SQLite fails.
+    pub(crate) fn result(
+        &mut self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> rusqlite::Result<Option<Vec<u8>>> {
+        match self.done(key)? {
+            Some((marker, expires)) if marker.is_done_for(fingerprint) => {
+                results::read(self.connection, key.as_str(), expires)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// A marker that is done, and its expiry.
+    fn done(&mut self, key: &Key) -> rusqlite::Result<Option<(Marker, i64)>> {
+        Ok(match self.read(key)? {
+            Ok(StoredMarker {
+                marker: marker @ Marker::Done(_),
+                done_until,
+                ..
+            }) => done_until.map(|expires| (marker, expires)),
+            Ok(_) | Err(UnreadableRow) => None,
+        })
+    }
+
     /// Writes the record of a message that is handled in this transaction, a done marker, if the
     /// claim is granted. Returns the verdict of the claim. Changes nothing in memory, because the
     /// transaction may be rolled back.
@@ -146,8 +215,15 @@ impl<'transaction> MarkerTable<'transaction> {
         claim: &Operation,
         time_to_live: Duration,
     ) -> rusqlite::Result<Result<Verdict, StoreFailure>> {
-        let verdict = self.look_up(claim)?;
-        if let Ok(Verdict::Granted(_)) = verdict {
+        let found = match self.read(&claim.key)? {
+            Ok(found) => found,
+            Err(UnreadableRow) => return Ok(Err(unreadable(claim.key.as_str()))),
+        };
+        let (_, verdict) = apply(found.marker, found.age, claim);
+        if let Verdict::Granted(_) = verdict {
+            if found.done_until.is_some() {
+                results::delete(self.connection, claim.key.as_str())?;
+            }
             let number = self.recent.number(claim.key.as_str());
             let done = Marker::Done(claim.terms.fingerprint);
             let columns = self.now.columns(number, &claim.key, done, time_to_live);
@@ -156,7 +232,7 @@ impl<'transaction> MarkerTable<'transaction> {
                 None => self.write_merged.execute(columns)?,
             };
         }
-        Ok(verdict)
+        Ok(Ok(verdict))
     }
 
     /// The verdict of a claim, without changes.
@@ -321,8 +397,12 @@ pub(crate) fn read(row: &Row<'_>, now: ClockReading) -> Result<StoredMarker, Unr
     } else {
         now.expired_until
     };
+    let done_until = matches!(row.get(1), Ok(0)).then_some(expires);
     if expires <= expired_until {
-        return Ok(ABSENT);
+        return Ok(StoredMarker {
+            done_until,
+            ..ABSENT
+        });
     }
     let columns = read_columns(row).map_err(|_| UnreadableRow)?;
     let marker = columns.marker()?;
@@ -332,7 +412,11 @@ pub(crate) fn read(row: &Row<'_>, now: ClockReading) -> Result<StoredMarker, Unr
         }
         _ => ABSENT.age,
     };
-    Ok(StoredMarker { marker, age })
+    Ok(StoredMarker {
+        marker,
+        age,
+        done_until,
+    })
 }
 
 fn read_columns(row: &Row<'_>) -> rusqlite::Result<MarkerColumns> {
@@ -535,6 +619,50 @@ mod tests {
             Verdict::Done { marker_lost: true },
             "after its window"
         );
+    }
+
+    /// The inbox records a message whose former marker had a result.
+    #[test]
+    fn the_record_of_an_inbox_has_no_result() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let file = file(directory.path());
+        let mut recent = RecentMarkers::new(MergeLimits::default());
+        recent.synchronize(&file.connection).expect("a row");
+        let mut rows = MarkerTable::new(&file.connection, &mut recent, at(START))
+            .expect("the statements are prepared");
+        let key = Key::new(&MessageId::new("a").expect("an id"));
+        let window = Duration::from_millis(WINDOW.unsigned_abs());
+        let completion = Operation {
+            key: key.clone(),
+            kind: OperationKind::Complete,
+            token: Token(1),
+            attempt: 1,
+            terms: Terms {
+                guarantee: Guarantee::EffectivelyOnce,
+                lease: window,
+                window,
+                fingerprint: None,
+            },
+        };
+        let stored = rows.complete(&completion, b"first").expect("it is stored");
+        stored.expect("a verdict");
+        assert!(rows.result(&key, None).expect("it is read").is_some());
+
+        let claim = Operation {
+            kind: OperationKind::Claim,
+            ..completion
+        };
+        rows.now = at(START + WINDOW);
+        let recorded = rows.record(&claim, window).expect("it is recorded");
+        assert!(matches!(recorded, Ok(Verdict::Granted(_))));
+        assert_eq!(rows.result(&key, None).expect("it is read"), None);
+        let left: u32 = file
+            .connection
+            .query_row("SELECT count(*) FROM oncegate_results", [], |row| {
+                row.get(0)
+            })
+            .expect("a number");
+        assert_eq!(left, 0);
     }
 
     #[test]

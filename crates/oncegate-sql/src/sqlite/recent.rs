@@ -399,7 +399,11 @@ mod tests {
                 }
                 let at = below(&mut seed, 3) as usize;
                 writers[at]
-                    .apply([batch.as_slice()].into_iter(), batch.len())
+                    .apply(
+                        [batch.as_slice()].into_iter(),
+                        std::iter::empty(),
+                        batch.len(),
+                    )
                     .expect("the transaction commits");
                 match below(&mut seed, 8) {
                     0 => writers[at].idle(),
@@ -460,7 +464,9 @@ mod tests {
                 },
             };
             let batch: &[Operation] = &[claim];
-            let answers = writer.apply([batch].into_iter(), 1).expect("commits");
+            let (answers, _) = writer
+                .apply([batch].into_iter(), std::iter::empty(), 1)
+                .expect("commits");
             answers[0][0].clone().expect("a verdict")
         };
         let mut first = writer(directory.path());

@@ -4,6 +4,7 @@ use rusqlite::{Connection, params};
 
 use super::clock::ClockReading;
 use super::metric::MARKERS_EXPIRED;
+use super::results;
 
 /// A cursor that cycles through the keys of `oncegate_merged_markers`, so that no index on the expiry is
 /// needed, which each write would have to update. A transaction of the store scans as many rows as
@@ -55,7 +56,7 @@ impl ExpirySweep {
         )
     }
 
-    /// Deletes the expired rows of a range.
+    /// Deletes the expired rows of a range, and their results.
     ///
     /// # Errors
     /// If SQLite fails.
@@ -66,6 +67,7 @@ impl ExpirySweep {
         now: ClockReading,
     ) -> rusqlite::Result<()> {
         if let (1.., Some(last)) = (range.expired, &range.last) {
+            results::delete_expired(connection, &self.last_key, last, now)?;
             let mut delete = connection.prepare_cached(
                 "DELETE FROM oncegate_merged_markers WHERE key > ?1 AND key <= ?2 AND expires <= CASE guarantee WHEN 0 THEN ?4 ELSE ?3 END",
             )?;

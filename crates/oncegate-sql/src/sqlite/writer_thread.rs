@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use oncegate_core::inbox::BatchTransaction;
 use oncegate_core::internal::fault;
-use oncegate_core::marker::{Operation, Verdict};
-use oncegate_core::{Key, Persistence};
+use oncegate_core::marker::{Fingerprint, Operation, Verdict};
+use oncegate_core::{Completion, Key, Persistence};
 use rusqlite::{Connection, Transaction};
 use tokio::sync::oneshot;
 
@@ -35,11 +35,16 @@ const IDLE_ROWS: u32 = 500;
 /// The answers to one [`WriterRequest::Apply`].
 type ApplyAnswers = Vec<Result<Verdict, StoreFailure>>;
 
+/// The answer to one [`WriterRequest::Complete`].
+type CompletionAnswer = Result<Completion, StoreFailure>;
+
 /// A request to the thread.
 #[derive(Debug)]
 pub(crate) enum WriterRequest {
     /// Applies operations.
     Apply(Vec<Operation>, oneshot::Sender<ApplyAnswers>),
+    /// Applies a completion and stores its result.
+    Complete(Box<Operation>, Vec<u8>, oneshot::Sender<CompletionAnswer>),
     /// Returns the verdicts of claims, without changes.
     LookUp(
         Vec<Operation>,
@@ -51,6 +56,11 @@ pub(crate) enum WriterRequest {
     ReadMarker(
         Key,
         oneshot::Sender<Result<MarkerAndTimeLeft, StoreFailure>>,
+    ),
+    /// Reads the result of a done id.
+    ReadResult(
+        Box<(Key, Option<Fingerprint>)>,
+        oneshot::Sender<Result<Option<Vec<u8>>, StoreFailure>>,
     ),
     /// Reads at most this many rows after a key.
     ReadPage(
@@ -68,9 +78,11 @@ impl WriterRequest {
     fn is_abandoned(&self) -> bool {
         match self {
             Self::Apply(_, reply) => reply.is_closed(),
+            Self::Complete(.., reply) => reply.is_closed(),
             Self::LookUp(_, reply) => reply.is_closed(),
             Self::Begin(request) => request.reply.is_closed(),
             Self::ReadMarker(_, reply) => reply.is_closed(),
+            Self::ReadResult(_, reply) => reply.is_closed(),
             Self::ReadPage(.., reply) => reply.is_closed(),
             Self::Persistence(reply) => reply.is_closed(),
         }
@@ -137,7 +149,7 @@ impl WriterThread {
     /// Serves a request and those that are queued after it, up to [`MAX_OPERATIONS`]: reads at
     /// once, and all operations in one transaction.
     fn serve(&mut self, first: WriterRequest, requests: &Receiver<WriterRequest>) {
-        let (mut batch, mut count) = (Vec::new(), 0);
+        let (mut batch, mut completions, mut count) = (Vec::new(), Vec::new(), 0);
         let mut next = Some(first);
         while let Some(request) = next.take() {
             match request {
@@ -145,6 +157,10 @@ impl WriterThread {
                 WriterRequest::Apply(operations, reply) => {
                     count += operations.len();
                     batch.push((operations, reply));
+                }
+                WriterRequest::Complete(completion, result, reply) => {
+                    count += 1;
+                    completions.push((completion, result, reply));
                 }
                 // Sending fails if the caller has stopped waiting, here and below.
                 WriterRequest::LookUp(claims, reply) => drop(reply.send(self.look_up(&claims))),
@@ -154,6 +170,10 @@ impl WriterThread {
                     }
                 }
                 WriterRequest::ReadMarker(key, reply) => drop(reply.send(self.read_marker(&key))),
+                WriterRequest::ReadResult(read, reply) => {
+                    let (key, fingerprint) = *read;
+                    drop(reply.send(self.read_result(&key, fingerprint)));
+                }
                 WriterRequest::ReadPage(after, limit, reply) => {
                     drop(reply.send(self.page(&after, limit)))
                 }
@@ -163,16 +183,22 @@ impl WriterThread {
                 next = requests.try_recv().ok();
             }
         }
-        if batch.is_empty() {
+        if count == 0 {
             return;
         }
         match self.apply(
             batch.iter().map(|(operations, _)| operations.as_slice()),
+            completions
+                .iter()
+                .map(|(completion, result, _)| (&**completion, result.as_slice())),
             count,
         ) {
-            Ok(answers) => {
+            Ok((answers, completed)) => {
                 for ((_, reply), answers) in batch.into_iter().zip(answers) {
                     let _ = reply.send(answers);
+                }
+                for ((.., reply), answer) in completions.into_iter().zip(completed) {
+                    let _ = reply.send(answer);
                 }
             }
             Err(failure) => {
@@ -185,20 +211,24 @@ impl WriterThread {
                 for (operations, reply) in batch {
                     let _ = reply.send(operations.iter().map(|_| Err(failure.clone())).collect());
                 }
+                for (.., reply) in completions {
+                    let _ = reply.send(Err(failure.clone()));
+                }
             }
         }
     }
 
-    /// Applies the operations of all requests in one transaction and commits it. `count` is their
-    /// number.
+    /// Applies the operations of all requests, and completions with their results, in one
+    /// transaction and commits it. `count` is the number of both.
     ///
     /// # Errors
     /// Nothing was applied, or after a failed commit the outcome is unknown.
     pub(crate) fn apply<'a>(
         &mut self,
         requests: impl Iterator<Item = &'a [Operation]>,
+        completions: impl Iterator<Item = (&'a Operation, &'a [u8])>,
         count: usize,
-    ) -> Result<Vec<ApplyAnswers>, StoreFailure> {
+    ) -> Result<(Vec<ApplyAnswers>, Vec<CompletionAnswer>), StoreFailure> {
         let mut writer = self.open()?;
         // Each error below drops the transaction, which rolls it back.
         let BegunTransaction {
@@ -224,6 +254,11 @@ impl WriterThread {
             }
             answers.push(answered);
         }
+        let mut completed = Vec::new();
+        for (completion, result) in completions {
+            window = window.max(completion.terms.window);
+            completed.push(rows.complete(completion, result).map_err(&working)?);
+        }
         drop(rows);
         windows::record(&transaction, window, longest).map_err(&working)?;
         let rows_to_scan = u32::try_from(count).unwrap_or(u32::MAX);
@@ -246,7 +281,7 @@ impl WriterThread {
             .map_err(config.failure(FailureStage::Committing))?;
         fault::point("sqlite.commit.after");
         sweep.advance(range);
-        Ok(answers)
+        Ok((answers, completed))
     }
 
     fn look_up(&mut self, claims: &[Operation]) -> Result<ApplyAnswers, StoreFailure> {
@@ -283,6 +318,14 @@ impl WriterThread {
 
     pub(crate) fn read_marker(&mut self, key: &Key) -> Result<MarkerAndTimeLeft, StoreFailure> {
         self.read(|file, recent, now| browse::marker_with_expiry(file, recent, now, key))?
+    }
+
+    fn read_result(
+        &mut self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<Option<Vec<u8>>, StoreFailure> {
+        self.read(|file, recent, now| MarkerTable::new(file, recent, now)?.result(key, fingerprint))
     }
 
     /// At most `limit` rows after a key.
@@ -514,6 +557,122 @@ mod tests {
         assert_eq!(keys, 2);
     }
 
+    fn completion(id: &str, window: Duration) -> Operation {
+        let terms = Terms {
+            guarantee: Guarantee::EffectivelyOnce,
+            lease: IDLE_INTERVAL,
+            window,
+            fingerprint: None,
+        };
+        Operation {
+            key: Key::new(&MessageId::new(id).expect("an id")),
+            kind: OperationKind::Complete,
+            token: Token(1),
+            attempt: 1,
+            terms,
+        }
+    }
+
+    /// The number of commits in a write-ahead log: the second number of a frame's header is not 0 in
+    /// the last frame of each.
+    fn commits(wal: &std::path::Path) -> usize {
+        const HEADER: usize = 32;
+        const FRAME: usize = 24 + 4096;
+        let log = std::fs::read(wal).expect("the log exists");
+        let is_last = |frame: &&[u8]| frame[4..8] != [0; 4];
+        log[HEADER..].chunks_exact(FRAME).filter(is_last).count()
+    }
+
+    #[test]
+    fn completions_with_results_share_the_commit_of_other_operations() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let path = directory.path().join("markers.db");
+        let mut writer = WriterThread::new(FileConfig {
+            path: path.clone(),
+            synchronous: Default::default(),
+            busy_timeout: IDLE_INTERVAL,
+            merge: MergeLimits::default(),
+            shares_database: false,
+        });
+        writer.open().expect("a new database opens");
+        let wal = path.with_extension("db-wal");
+        let before = commits(&wal);
+
+        let (sender, requests) = channel();
+        let complete = |id| {
+            let (reply, answer) = oneshot::channel();
+            let request = WriterRequest::Complete(
+                Box::new(completion(id, IDLE_INTERVAL)),
+                b"7".into(),
+                reply,
+            );
+            sender.send(request).expect("the receiver exists");
+            answer
+        };
+        let answers = [complete("a"), complete("b")];
+        let (reply, applied) = oneshot::channel();
+        let plain = vec![completion("c", IDLE_INTERVAL)];
+        sender
+            .send(WriterRequest::Apply(plain, reply))
+            .expect("the receiver exists");
+        drop(complete("dropped"));
+        drop(sender);
+        writer.run(&requests);
+
+        for answer in answers {
+            let completion = answer.blocking_recv().expect("the thread answers");
+            assert_eq!(completion.expect("a verdict").earlier, None);
+        }
+        applied.blocking_recv().expect("the thread answers");
+        assert_eq!(commits(&wal), before + 1);
+        for (id, expected) in [("a", Some(b"7".to_vec())), ("c", None), ("dropped", None)] {
+            let key = completion(id, IDLE_INTERVAL).key;
+            assert_eq!(writer.read_result(&key, None).expect("an answer"), expected);
+        }
+    }
+
+    #[test]
+    fn after_a_jump_of_the_clock_a_result_expires_with_its_marker() {
+        const HOUR: Duration = Duration::from_secs(3600);
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let config = FileConfig {
+            path: directory.path().join("markers.db"),
+            synchronous: Default::default(),
+            busy_timeout: IDLE_INTERVAL,
+            merge: MergeLimits::default(),
+            shares_database: false,
+        };
+        let completion = completion("a", HOUR);
+        let complete = |writer: &mut WriterThread, result: &[u8]| {
+            let one = [(&completion, result)].into_iter();
+            let (_, mut answers) = writer.apply(std::iter::empty(), one, 1).expect("commits");
+            answers.remove(0).expect("a verdict").earlier
+        };
+        let read = |writer: &mut WriterThread| {
+            let result = writer.read_result(&completion.key, None);
+            result.expect("the file is readable")
+        };
+        let mut writer = WriterThread::new(config.clone());
+        complete(&mut writer, b"first");
+        // As if the window had ended a minute ago.
+        let other = rusqlite::Connection::open(&config.path).expect("the database opens");
+        for table in ["oncegate_merged_markers", "oncegate_results"] {
+            let expire = format!("UPDATE {table} SET expires = (unixepoch() - 60) * 1000");
+            other.execute(&expire, []).expect("the statement succeeds");
+        }
+        let mut jumped = WriterThread {
+            clock: WallClock::jumped(HOUR, IDLE_INTERVAL),
+            ..WriterThread::new(config)
+        };
+        let first = Some(b"first".to_vec());
+        assert_eq!(complete(&mut jumped, b"second"), first);
+        jumped.idle();
+        assert_eq!(read(&mut jumped), first);
+        assert_eq!(read(&mut writer), None);
+        assert_eq!(complete(&mut writer, b"second"), None);
+        assert_eq!(read(&mut jumped), Some(b"second".to_vec()));
+    }
+
     #[test]
     fn an_idle_thread_deletes_nothing_from_a_newer_schema() {
         let directory = tempfile::tempdir().expect("a temporary directory");
@@ -579,9 +738,13 @@ mod tests {
         };
         let apply = |writer: &mut WriterThread, operations: &[Operation]| -> Vec<Verdict> {
             let answers = writer
-                .apply([operations].into_iter(), operations.len())
+                .apply(
+                    [operations].into_iter(),
+                    std::iter::empty(),
+                    operations.len(),
+                )
                 .expect("the transaction commits");
-            answers[0]
+            answers.0[0]
                 .iter()
                 .map(|answer| answer.clone().expect("a verdict"))
                 .collect()

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use oncegate_core::marker::{Operation, Verdict};
-use oncegate_core::{Persistence, Store, StoreError, async_trait};
+use oncegate_core::{Persistence, ResultStore, Store, StoreError, async_trait};
 use oncegate_sql::{Sqlite, Synchronous};
 
 use crate::support::Directory;
@@ -22,6 +22,10 @@ impl Store for Owned {
 
     async fn persistence(&self) -> Result<Persistence, StoreError> {
         self.store.persistence().await
+    }
+
+    fn results(&self) -> Option<&dyn ResultStore> {
+        self.store.results()
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {

@@ -9,5 +9,6 @@ mod expiry;
 mod files;
 mod inbox;
 mod laws;
+mod results;
 mod sharing;
 mod support;
