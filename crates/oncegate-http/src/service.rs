@@ -49,7 +49,7 @@ impl<S: fmt::Debug> fmt::Debug for IdempotencyService<S> {
 }
 
 /// The result of a service with responses of the body `R`.
-type Answer<R, E> = Result<Response<BufferedBody<R>>, E>;
+type ServiceAnswer<R, E> = Result<Response<BufferedBody<R>>, E>;
 
 impl<S, B, R> Service<Request<B>> for IdempotencyService<S>
 where
@@ -63,7 +63,7 @@ where
 {
     type Response = Response<BufferedBody<R>>;
     type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Answer<R, S::Error>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = ServiceAnswer<R, S::Error>> + Send>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
         self.inner.poll_ready(cx)
@@ -82,7 +82,7 @@ async fn answer<S, B, R>(
     mut inner: S,
     settings: Arc<LayerSettings>,
     request: Request<B>,
-) -> Answer<R, S::Error>
+) -> ServiceAnswer<R, S::Error>
 where
     S: Service<Request<BufferedBody<B>>, Response = Response<R>> + Send + 'static,
     S::Future: Send,
@@ -175,7 +175,7 @@ impl KeyedRun {
         self,
         inner: S,
         request: Request<BufferedBody<B>>,
-    ) -> Answer<R, S::Error>
+    ) -> ServiceAnswer<R, S::Error>
     where
         S: Service<Request<BufferedBody<B>>, Response = Response<R>> + Send,
         S::Future: Send,
@@ -236,8 +236,8 @@ impl KeyedRun {
     fn answer_to<R: Body<Data = Bytes>, E>(
         &self,
         outcome: Result<Stored<Option<StoredResponse>>, GateError>,
-        own_answer: Option<Answer<R, E>>,
-    ) -> Answer<R, E> {
+        own_answer: Option<ServiceAnswer<R, E>>,
+    ) -> ServiceAnswer<R, E> {
         let is_in_doubt = matches!(outcome, Err(GateError::InDoubt(_)))
             && self.settings.gate.guarantee() == Guarantee::AtMostOnce;
         if let Err(error) = &outcome
