@@ -238,8 +238,11 @@ impl KeyedRun {
         outcome: Result<Stored<Option<StoredResponse>>, GateError>,
         own_answer: Option<ServiceAnswer<R, E>>,
     ) -> ServiceAnswer<R, E> {
-        let is_in_doubt = matches!(outcome, Err(GateError::InDoubt(_)))
-            && self.settings.gate.guarantee() == Guarantee::AtMostOnce;
+        let is_unknown = matches!(
+            (&outcome, &own_answer),
+            (Err(GateError::InDoubt(_)), _) | (Err(GateError::NotRecorded), None)
+        );
+        let is_in_doubt = is_unknown && self.settings.gate.guarantee() == Guarantee::AtMostOnce;
         if let Err(error) = &outcome
             && is_in_doubt
         {

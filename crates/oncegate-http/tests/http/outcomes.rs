@@ -4,14 +4,18 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::Extension;
 use axum::body::Body;
 use axum::http::{Request, Response, StatusCode};
 use axum::response::IntoResponse;
 use futures_util::future::{Ready, ready};
-use oncegate_core::marker::{Guarantee, Operation, Verdict};
-use oncegate_core::{Gate, MemoryStore, Store, StoreError, async_trait};
+use oncegate_core::marker::{Guarantee, Marker, Operation, OperationKind, Terms, Token, Verdict};
+use oncegate_core::{
+    Completion, Gate, Key, MemoryStore, MessageId, ResultStore, Scope, Store, StoreError, WhenHeld,
+    async_trait,
+};
 use oncegate_http::{BufferedBody, IdempotencyLayer, ResponseOutcome};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -173,22 +177,18 @@ impl Store for Broken {
         Ok(())
     }
 
-    fn results(&self) -> Option<&dyn oncegate_core::ResultStore> {
+    fn results(&self) -> Option<&dyn ResultStore> {
         Some(self)
     }
 }
 
 #[async_trait]
-impl oncegate_core::ResultStore for Broken {
-    async fn complete(
-        &self,
-        _: &Operation,
-        _: &[u8],
-    ) -> Result<oncegate_core::Completion, StoreError> {
+impl ResultStore for Broken {
+    async fn complete(&self, _: &Operation, _: &[u8]) -> Result<Completion, StoreError> {
         Err((self.0)())
     }
 
-    async fn read(&self, _: &oncegate_core::Key) -> Result<Option<Vec<u8>>, StoreError> {
+    async fn read(&self, _: &Key) -> Result<Option<Vec<u8>>, StoreError> {
         Err((self.0)())
     }
 }
@@ -236,6 +236,54 @@ async fn an_id_that_is_done_without_a_response_has_a_problem_of_its_own() {
         assert_eq!(answer.problem(), (409, "response-not-stored".into()));
     }
     assert_eq!(app.calls(), 0);
+}
+
+/// Another process has claimed the key, and dies: after its lease this request holds the key again.
+#[tokio::test]
+async fn a_request_that_lost_its_key_and_got_it_back_calls_the_service_once() {
+    let store = MemoryStore::new();
+    let gate = builder()
+        .store(store.clone())
+        .when_held(WhenHeld::Wait(Duration::from_secs(60)))
+        .open()
+        .await
+        .expect("a gate");
+    let id = MessageId::new("key").expect("an id");
+    let key = Scope::named("tests").expect("a scope").key(&id);
+    let app = App::new(IdempotencyLayer::new(gate), move |call| {
+        let (store, key) = (store.clone(), key.clone());
+        async move {
+            let (Marker::InProgress(hold), _) = store.marker(&key) else {
+                panic!("the request holds the key");
+            };
+            let operation = |kind, token, attempt| Operation {
+                key: key.clone(),
+                kind,
+                token,
+                attempt,
+                terms: Terms {
+                    guarantee: hold.guarantee,
+                    lease: Duration::from_millis(1),
+                    window: hold.horizon,
+                    fingerprint: hold.fingerprint,
+                },
+            };
+            let taken = store
+                .apply(&[
+                    operation(OperationKind::Withdraw, hold.token, hold.attempts.number),
+                    operation(OperationKind::Claim, Token::random(), 0),
+                ])
+                .await;
+            assert!(
+                matches!(taken[..], [Ok(Verdict::Applied), Ok(Verdict::Granted(_))]),
+                "{taken:?}"
+            );
+            call.to_string()
+        }
+    });
+    assert_eq!(app.charge("key").await.summary(), (200, "1", false));
+    assert_eq!(app.charge("key").await.summary(), (200, "1", true));
+    assert_eq!(app.calls(), 1);
 }
 
 /// A service that has to be ready before each call, and whose clones are not ready.
