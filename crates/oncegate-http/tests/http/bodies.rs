@@ -18,12 +18,10 @@ use crate::support::{Answer, App, BOTH, builder, charge, layer, layer_with};
 /// A body of these frames, with an unknown size.
 struct Frames(Vec<Result<Frame<Bytes>, io::Error>>);
 
-impl Frames {
-    fn new(frames: impl IntoIterator<Item = Result<Frame<Bytes>, io::Error>>) -> Body {
-        let mut frames: Vec<_> = frames.into_iter().collect();
-        frames.reverse();
-        Body::new(Self(frames))
-    }
+fn frames(frames: impl IntoIterator<Item = Result<Frame<Bytes>, io::Error>>) -> Body {
+    let mut frames: Vec<_> = frames.into_iter().collect();
+    frames.reverse();
+    Body::new(Frames(frames))
 }
 
 impl http_body::Body for Frames {
@@ -75,7 +73,7 @@ async fn the_service_receives_the_request_unchanged() {
         }));
     let request = Request::post("/charges?a=1").header("x-header", "a");
     let request = request.header("idempotency-key", "key").extension(7_u8);
-    let body = Frames::new([text("42"), text("00"), Ok(Frame::trailers(trailers))]);
+    let body = frames([text("42"), text("00"), Ok(Frame::trailers(trailers))]);
     let response = service
         .oneshot(request.body(body).expect("a request"))
         .await;
@@ -89,15 +87,15 @@ async fn next(body: &mut BufferedBody<Body>) -> Option<Result<Frame<Bytes>, axum
 #[tokio::test]
 async fn a_request_body_over_the_limit_is_refused() {
     let app = App::numbered(layer().await.max_request_bytes(4));
-    for body in [Body::from("12345"), Frames::new([text("123"), text("45")])] {
+    for body in [Body::from("12345"), frames([text("123"), text("45")])] {
         let answer = app.send(with_body(body)).await;
         assert_eq!(answer.problem(), (413, "request-too-large".into()));
     }
-    let broken = Frames::new([text("12"), Err(io::Error::other("broken off"))]);
+    let broken = frames([text("12"), Err(io::Error::other("broken off"))]);
     let answer = app.send(with_body(broken)).await;
     assert_eq!(answer.problem(), (400, "unreadable-body".into()));
     assert_eq!(app.calls(), 0);
-    let fits = || Frames::new([text("123"), text("4")]);
+    let fits = || frames([text("123"), text("4")]);
     assert_eq!(
         app.send(with_body(fits())).await.summary(),
         (201, "1", false)
@@ -142,7 +140,7 @@ async fn an_event_stream_is_sent_at_once_and_not_stored() {
 #[tokio::test]
 async fn a_response_that_breaks_off_leaves_an_unknown_outcome() {
     let app = App::new(layer().await, |_| {
-        let broken = Frames::new([text("12"), Err(io::Error::other("broken off"))]);
+        let broken = frames([text("12"), Err(io::Error::other("broken off"))]);
         ready(broken)
     });
     for call in [1, 2] {
@@ -172,10 +170,7 @@ async fn the_trailers_of_grpc_are_replayed_and_its_status_counts() {
                 let mut trailers = HeaderMap::new();
                 trailers.insert("grpc-status", HeaderValue::from_static(status));
                 trailers.insert("x-call", call.into());
-                ready(Frames::new([
-                    text("message"),
-                    Ok(Frame::trailers(trailers)),
-                ]))
+                ready(frames([text("message"), Ok(Frame::trailers(trailers))]))
             });
             let mut calls = Vec::new();
             for _ in 0..2 {

@@ -112,6 +112,7 @@ async fn another_request_with_the_same_key_is_refused() {
     for other in [
         request(Method::POST, "/charges?a=1", "9900"),
         request(Method::POST, "/charges?a=2", "4200"),
+        request(Method::POST, "/charges?a=14", "200"),
         request(Method::POST, "/charges", "4200"),
         request(Method::POST, "/refunds?a=1", "4200"),
         request(Method::PATCH, "/charges?a=1", "4200"),
