@@ -5,17 +5,18 @@ use std::path::{Path, PathBuf};
 
 /// The samples that run until a signal. `stop` is tried as it is, by the tests of its package. The test
 /// `readme` of the facade checks that none is left out.
-const SAMPLES: [&str; 6] = [
+const SAMPLES: [&str; 7] = [
     "oncegate/examples/coming_from.rs",
     "oncegate/examples/kafka.rs",
     "oncegate/examples/rabbitmq.rs",
+    "oncegate/examples/replies.rs",
     "oncegate/examples/trial.rs",
     "oncegate-admin/examples/admin.rs",
     "oncegate-postgres/examples/outbox.rs",
 ];
 
 /// What is replaced, and the expression that takes its place.
-const REPLACED: [(&str, &str); 17] = [
+const REPLACED: [(&str, &str); 19] = [
     (
         r#".brokers("localhost:9092")"#,
         r#".brokers(crate::variable("ONCEGATE_KAFKA")).create_topics(crate::ONE_BROKER)"#,
@@ -53,6 +54,11 @@ const REPLACED: [(&str, &str); 17] = [
         r#"RabbitMq::queue("stock")"#,
         r#"RabbitMq::queue(crate::variable("NAME"))"#,
     ),
+    (
+        r#"RabbitMq::queue("charges")"#,
+        r#"RabbitMq::queue(crate::variable("NAME"))"#,
+    ),
+    (r#".scope("till")"#, r#".scope(crate::variable("NAME"))"#),
     (r#".dead_letters("payments-dlt")"#, ""),
     (r#".group("ledger")"#, r#".group(crate::variable("NAME"))"#),
     (r#".scope("ledger")"#, r#".scope(crate::variable("NAME"))"#),

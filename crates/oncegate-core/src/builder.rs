@@ -15,11 +15,13 @@ use crate::inbox::{
 };
 use crate::lifecycle::Outage;
 use crate::marker::Guarantee;
+use crate::outbox::Publisher;
 use crate::preflight::preflight;
 use crate::readiness::Readiness;
+use crate::replies::{Replies, ReplySource, ReplyStore, Replying, ReplyingHandler};
 use crate::run::Runner;
 use crate::runtime_estimator::lease_for;
-use crate::settings::{Execution, Fingerprints, InboxUse, Settings, VolatileStore};
+use crate::settings::{Execution, Fingerprints, InboxUse, ReplyUse, Settings, VolatileStore};
 use crate::source::{Connect, ConnectOptions, Order, Source};
 use crate::status::{ClearStatusOnDrop, ConsumerStatus};
 use crate::store::Store;
@@ -57,10 +59,11 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             store,
             handler,
             decode,
-            settings,
+            mut settings,
             scope,
             ..
         } = self;
+        settings.replies = settings.replies.replaced();
         Builder {
             source,
             store,
@@ -82,6 +85,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             ..
         } = self;
         settings.inbox = InboxUse::None;
+        settings.replies = settings.replies.replaced();
         Builder {
             source,
             store,
@@ -118,6 +122,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         if settings.inbox != InboxUse::None {
             settings.inbox = InboxUse::NoHandler;
         }
+        settings.replies = settings.replies.replaced();
         Builder {
             source,
             store,
@@ -376,6 +381,46 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 }
 
+impl<S: Connect, T: Store + 'static, H, D> Builder<S, T, H, D> {
+    /// The handler of messages whose senders expect a reply: see [`replies`](crate::replies). Call it
+    /// after [`source`](Builder::source) and [`store`](Builder::store). The store must keep results
+    /// ([`Store::results`]), and the guarantee must not be [`Guarantee::Bare`].
+    ///
+    /// A message is settled after its reply was sent, so up to 1,000 handled messages may be unsettled.
+    pub fn replying_handler<H2: ReplyingHandler, P: Publisher>(
+        self,
+        handler: H2,
+        replies: Replies<P>,
+    ) -> Builder<ReplySource<S, P>, ReplyStore, Replying<H2>, D> {
+        let Self {
+            source,
+            store,
+            decode,
+            mut settings,
+            scope,
+            ..
+        } = self;
+        let (pending, store) = (Arc::default(), Arc::new(store) as Arc<dyn Store>);
+        settings.replies = ReplyUse::Replies;
+        Builder {
+            handler: Replying::new(handler, Arc::clone(&pending), &replies),
+            store: ReplyStore {
+                store: Arc::clone(&store),
+                pending: Arc::clone(&pending),
+            },
+            source: ReplySource {
+                source,
+                replies,
+                store,
+                pending,
+            },
+            decode,
+            settings,
+            scope,
+        }
+    }
+}
+
 impl<S, I: Inbox, H, D> Builder<S, InboxStore<I>, H, D> {
     /// The handler of messages, in transactions of the inbox. Lowers
     /// [`max_in_flight`](Self::max_in_flight) to the number of transactions that the inbox can have.
@@ -492,6 +537,7 @@ async fn run<S: Connect, H: Handler, D: Decode>(
             order: settings.order,
             max_unsettled_time: Some(settings.max_unsettled_time()),
             id: Some(id.clone()),
+            scope: settings.scope.clone(),
         };
         Ok::<_, Error>(source.connect(options).await?)
     };

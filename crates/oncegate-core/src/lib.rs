@@ -43,6 +43,7 @@ mod preflight;
 mod readiness;
 mod relay;
 mod renewals;
+pub mod replies;
 mod result_store;
 mod run;
 mod run_context;
@@ -75,7 +76,7 @@ pub use inbox::{
 pub use lifecycle::Outage;
 pub use marker::{Fingerprint, Guarantee};
 pub use memory::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
-pub use message::{Headers, HeadersBuilder, Message, Origin, Position};
+pub use message::{Headers, HeadersBuilder, Message, Origin, Position, ReplyAddress};
 pub use outbox::{Outbox, Outgoing, Publisher, Relay};
 pub use readiness::Readiness;
 pub use result_store::{Completion, ResultStore};

@@ -23,6 +23,8 @@ pub struct Message {
     pub headers: Headers,
     /// The body. Empty where the broker had none (a Kafka tombstone).
     pub body: Bytes,
+    /// The AMQP properties `reply_to` and `correlation_id`; `None` without `reply_to`, and on Kafka.
+    pub reply_to: Option<Box<ReplyAddress>>,
     /// The timestamp of the message, which its producer or its broker has set; `None` if it has
     /// none.
     pub sent_at: Option<SystemTime>,
@@ -47,6 +49,7 @@ impl Message {
             message_id: None,
             headers: Headers::default(),
             body: body.into(),
+            reply_to: None,
             sent_at: None,
         }
     }
@@ -60,6 +63,15 @@ impl Message {
     /// The same message with an AMQP `message_id` property.
     pub fn with_message_id(mut self, id: impl Into<Bytes>) -> Self {
         self.message_id = Some(id.into());
+        self
+    }
+
+    /// The same message with the queue to which its sender expects a reply, and a correlation id.
+    pub fn with_reply_to(mut self, queue: impl Into<String>, correlation_id: &str) -> Self {
+        self.reply_to = Some(Box::new(ReplyAddress {
+            destination: queue.into(),
+            correlation_id: Some(correlation_id.to_owned()),
+        }));
         self
     }
 
@@ -96,6 +108,15 @@ impl Message {
     pub fn size(&self) -> usize {
         self.body.len() + self.key.as_ref().map_or(0, Bytes::len) + self.headers.0.len()
     }
+}
+
+/// Where the sender of a message expects the reply.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReplyAddress {
+    /// The queue or topic.
+    pub destination: String,
+    /// What the reply has to contain, so that the sender knows the request.
+    pub correlation_id: Option<String>,
 }
 
 /// Where a message came from.

@@ -25,6 +25,9 @@ pub const KEY_HEADER: &str = "message-key";
 /// The header that [`Outgoing::json`] sets. On RabbitMQ it is the property `content_type`.
 pub const CONTENT_TYPE_HEADER: &str = "content-type";
 
+/// The header of a correlation id. On RabbitMQ it is the property `correlation_id`.
+pub const CORRELATION_ID_HEADER: &str = "correlation-id";
+
 /// The longest name of a destination, an exchange or a header, in bytes: that of AMQP.
 const MAX_NAME_BYTES: usize = 255;
 /// The longest key, in bytes. Storages have an index of keys.

@@ -104,6 +104,7 @@ pub(crate) struct Settings {
     pub(crate) outage: Outage,
     pub(crate) volatile_store: VolatileStore,
     pub(crate) inbox: InboxUse,
+    pub(crate) replies: ReplyUse,
     pub(crate) readiness: Readiness,
     pub(crate) status: Option<ConsumerStatus>,
     /// The seed of the jitter of pauses; `None` for a random one.
@@ -122,6 +123,26 @@ pub(crate) enum InboxUse {
     /// There is an inbox with a
     /// [`BatchTransactionalHandler`](crate::inbox::BatchTransactionalHandler).
     Batches,
+}
+
+/// Whether the handler replies to the senders of messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ReplyUse {
+    None,
+    /// The source sends the replies that the handler returns and the store keeps.
+    Replies,
+    /// The source, the store or the handler was set afterwards, so that no reply would be sent.
+    Replaced,
+}
+
+impl ReplyUse {
+    /// After the source, the store or the handler was set.
+    pub(crate) fn replaced(self) -> Self {
+        match self {
+            Self::None => Self::None,
+            Self::Replies | Self::Replaced => Self::Replaced,
+        }
+    }
 }
 
 /// Whether at most once, or an inbox, accepts a store that may lose data in a crash.
@@ -159,6 +180,7 @@ impl Default for Settings {
             outage: Outage::default(),
             volatile_store: VolatileStore::Refused,
             inbox: InboxUse::None,
+            replies: ReplyUse::None,
             readiness: Readiness::new(),
             status: None,
             jitter_seed: None,
@@ -298,6 +320,7 @@ impl Settings {
             );
         }
         self.check_inbox()?;
+        self.check_replies()?;
         if self.outage == Outage::PassThrough && self.guarantee != Guarantee::EffectivelyOnce {
             return misconfigured(
                 "outage",
@@ -307,6 +330,25 @@ impl Settings {
             );
         }
         Ok(())
+    }
+
+    fn check_replies(&self) -> Result<(), Error> {
+        match self.replies {
+            ReplyUse::None => Ok(()),
+            ReplyUse::Replies if self.outage == Outage::Hold => Ok(()),
+            ReplyUse::Replies => misconfigured(
+                "outage",
+                "Outage::PassThrough runs handlers without the store, which keeps the replies"
+                    .into(),
+                "use Outage::Hold, or a handler without replies",
+            ),
+            ReplyUse::Replaced => misconfigured(
+                "replying_handler",
+                "the source, the store or the handler was set after it, so no reply would be sent"
+                    .into(),
+                "call .replying_handler(…) after .source(…) and .store(…), and not .handler(…)",
+            ),
+        }
     }
 
     fn check_inbox(&self) -> Result<(), Error> {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use async_trait::async_trait;
 
-use crate::id::IdSource;
+use crate::id::{IdSource, Scope};
 use crate::lifecycle::{Reason, Settlement};
 use crate::message::{Message, Origin};
 use crate::store::BoxError;
@@ -187,6 +187,8 @@ pub struct ConnectOptions {
     pub max_unsettled_time: Option<Duration>,
     /// From where ids are read, for the log lines of messages that the source rejects by itself.
     pub id: Option<IdSource>,
+    /// The scope of the ids in the store.
+    pub(crate) scope: Scope,
 }
 
 /// The maximum that [`Source::receive`] may append.

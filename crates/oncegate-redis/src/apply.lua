@@ -2,6 +2,8 @@
 -- ARGV holds the operation and the terms that all KEYS share, then for each key the record of a first claim with the caller's
 -- token, attempt and fingerprint. Returns one string for each key: a verdict or an error. An error on one key does not affect the
 -- others.
+-- 'complete with result' has two keys, of a marker and of its result, and the result after the record. It returns the verdict, and
+-- the result if the id was done before.
 
 -- operation: its name. lease, window: in milliseconds. horizon: how long an unresolved marker of the caller is kept, in
 -- milliseconds; unresolved: the same in at most once. seen, freed: for 'free' the record that the operator read, and the record
@@ -229,6 +231,27 @@ local function apply(key, own_claim)
     end
   end
   return 'lost'
+end
+
+-- Writes the result and the done marker, or neither. The result of a done marker is kept.
+local function complete_with_result(key, result_key, own_claim, result)
+  operation = 'complete'
+  local raw = call('GET', key)
+  local found = type(raw) ~= 'table' and read(raw)
+  if found and found.state == 'done' then
+    local earlier = call('GET', result_key)
+    if type(earlier) == 'table' then return { 'error ' .. earlier.err, false } end
+    return { 'done', earlier }
+  end
+  local stored = write(result_key, result, window, 'stored')
+  if stored ~= 'stored' then return { stored, false } end
+  local verdict = apply(key, own_claim)
+  if verdict:sub(1, 4) ~= 'done' then call('DEL', result_key) end
+  return { verdict, false }
+end
+
+if operation == 'complete with result' then
+  return complete_with_result(KEYS[1], KEYS[2], ARGV[SHARED + 1], ARGV[SHARED + 2])
 end
 
 -- Fast path: nearly every completion finds its own claim unchanged, so that comparing the strings of one MGET is enough. MGET

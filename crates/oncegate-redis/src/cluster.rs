@@ -344,25 +344,28 @@ fn fill_gaps(ranges: Vec<(u16, u16, String)>) -> Vec<(u16, String)> {
     complete
 }
 
+/// The hash tag of a key: the bytes between the first `{` and the first `}` after it, if there are any.
+pub(crate) fn hash_tag(key: &[u8]) -> Option<&[u8]> {
+    let open = key.iter().position(|byte| *byte == b'{')?;
+    let after_brace = &key[open + 1..];
+    let length = after_brace.iter().position(|byte| *byte == b'}')?;
+    (length > 0).then(|| &after_brace[..length])
+}
+
 /// The hash slot of a key: CRC16 (XMODEM) of the key or of its hash tag.
 pub(crate) fn slot(key: &[u8]) -> u16 {
-    let tag = key.iter().position(|byte| *byte == b'{').and_then(|open| {
-        let after_brace = &key[open + 1..];
-        after_brace
-            .iter()
-            .position(|byte| *byte == b'}')
-            .filter(|length| *length > 0)
-            .map(|length| &after_brace[..length])
-    });
-    let crc = tag.unwrap_or(key).iter().fold(0_u16, |crc, byte| {
-        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| {
-            if crc & 0x8000 == 0 {
-                crc << 1
-            } else {
-                crc << 1 ^ 0x1021
-            }
-        })
-    });
+    let crc = hash_tag(key)
+        .unwrap_or(key)
+        .iter()
+        .fold(0_u16, |crc, byte| {
+            (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| {
+                if crc & 0x8000 == 0 {
+                    crc << 1
+                } else {
+                    crc << 1 ^ 0x1021
+                }
+            })
+        });
     crc % SLOTS
 }
 

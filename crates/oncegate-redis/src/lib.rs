@@ -30,6 +30,7 @@ mod preflight;
 mod record;
 mod refresh;
 mod reply;
+mod results;
 mod router;
 mod script;
 mod store;

@@ -73,6 +73,18 @@ pub(crate) fn verdict(value: &Value) -> VerdictResult {
     })
 }
 
+/// Reads an answer of `apply.lua`, which may be `error …`.
+pub(crate) fn answer(value: &Value) -> VerdictResult {
+    match value {
+        Value::BulkString(text) if text.starts_with(b"error ") => {
+            let text = String::from_utf8_lossy(&text[b"error ".len()..]);
+            let (code, detail) = text.split_once(' ').unwrap_or((&text, ""));
+            Err(crate::failure::from_server_error(code, detail))
+        }
+        value => verdict(value),
+    }
+}
+
 /// The failure for a reply of a type that the command never returns.
 pub(crate) fn wrong_type(command: &str) -> StoreFailure {
     StoreFailure::unknown(format!("unexpected type of reply from Redis to {command}"))

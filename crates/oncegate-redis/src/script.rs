@@ -46,6 +46,31 @@ pub(crate) fn call<'a>(
         key.extend_from_slice(operation.key.as_bytes());
         call.arg(&key[..]);
     }
+    add_shared_arguments(&mut call, kind_name(&first.kind), first);
+    for operation in operations {
+        call.arg(record::first_claim(operation, operation.attempt));
+    }
+    call
+}
+
+/// A completion that stores a result.
+pub(crate) fn result_call(
+    script: ScriptRef,
+    marker_key: &[u8],
+    result_key: &[u8],
+    completion: &Operation,
+    result: &[u8],
+) -> Cmd {
+    let mut call = start_call(script, 15, 512 + result.len());
+    call.arg(2).arg(marker_key).arg(result_key);
+    add_shared_arguments(&mut call, "complete with result", completion);
+    call.arg(record::first_claim(completion, completion.attempt))
+        .arg(result);
+    call
+}
+
+/// The arguments that all keys of a call share.
+fn add_shared_arguments(call: &mut Cmd, kind_name: &str, first: &Operation) {
     let terms = &first.terms;
     let (seen, freed) = match &first.kind {
         OperationKind::Redrive { seen, .. } | OperationKind::Forget { seen } => {
@@ -53,7 +78,7 @@ pub(crate) fn call<'a>(
         }
         _ => (String::new(), None),
     };
-    call.arg(kind_name(&first.kind))
+    call.arg(kind_name)
         .arg(record::guarantee_code(terms.guarantee).to_string())
         .arg(record::milliseconds(terms.lease))
         .arg(record::expiry(terms.window))
@@ -61,10 +86,6 @@ pub(crate) fn call<'a>(
         .arg(record::expiry(UNRESOLVED_AT_MOST_ONCE))
         .arg(seen)
         .arg(freed.map_or_else(String::new, |freed| record::encode(&freed)));
-    for operation in operations {
-        call.arg(record::first_claim(operation, operation.attempt));
-    }
-    call
 }
 
 /// A call without keys, to test whether the server accepts it; with the source it loads the script.

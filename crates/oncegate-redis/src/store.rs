@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use oncegate_core::marker::{Guarantee, Marker, Operation, OperationKind, Verdict};
-use oncegate_core::{Key, Persistence, Store, StoreError};
+use oncegate_core::{Key, Persistence, ResultStore, Store, StoreError};
 
 use crate::client::connection::{Endpoint, Timeouts};
 use crate::client::sentinel::Sentinels;
@@ -18,7 +18,7 @@ use crate::failure::Problem;
 use crate::loss_detector::LossDetector;
 use crate::preflight::PreflightRequest;
 use crate::router::{Deployment, Router};
-use crate::{batch, persistence, preflight};
+use crate::{batch, persistence, preflight, results};
 
 /// The default timeout of a reply.
 const REPLY_TIMEOUT: Duration = Duration::from_millis(500);
@@ -370,6 +370,14 @@ impl Store for Redis {
                 }
             }
         }
+        for (operation, answer) in operations.iter().zip(&mut answers) {
+            if let OperationKind::Forget { seen } = operation.kind
+                && operation.terms.guarantee != Guarantee::Bare
+            {
+                let deleted = self.delete_result(&operation.key, seen).await;
+                *answer = deleted.err().map(Err);
+            }
+        }
         let detector = (self.data_loss == DataLossPolicy::Pause).then_some(&*self.loss_detector);
         batch::apply(
             &self.router,
@@ -418,6 +426,12 @@ impl Store for Redis {
     fn parallel_applies(&self) -> usize {
         // One batch is encoded or decoded here while the server applies the other.
         2
+    }
+
+    fn results(&self) -> Option<&dyn ResultStore> {
+        let is_possible =
+            matches!(&*self.router, Router::Single(_)) || results::have_one_slot(&self.prefix);
+        is_possible.then_some(self)
     }
 }
 

@@ -36,7 +36,7 @@ pub use oncegate_core::{MemoryBroker, MemoryStore};
 pub use oncegate_core::internal;
 pub use oncegate_core::{
     context, decode, defaults, error, gate, handler, id, inbox, lifecycle, marker, memory, message,
-    metric, outbox, outcome, source, store,
+    metric, outbox, outcome, replies, source, store,
 };
 
 #[cfg(feature = "rabbitmq")]

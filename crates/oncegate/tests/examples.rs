@@ -68,6 +68,26 @@ fn in_the_idempotency_key_example_five_requests_place_one_order() {
 }
 
 #[test]
+fn in_the_stored_result_example_three_requests_get_the_receipt_of_one_charge() {
+    let lines = run("stored_result");
+    assert_eq!(
+        (
+            count(
+                &lines,
+                "charged now: ChargeReceipt { number: 1, cents: 4200 }"
+            ),
+            count(
+                &lines,
+                "charged before: ChargeReceipt { number: 1, cents: 4200 }"
+            ),
+            count(&lines, "used for another request"),
+        ),
+        (1, 2, 1),
+        "{lines:?}"
+    );
+}
+
+#[test]
 fn in_the_cache_example_one_of_twenty_readers_refreshes() {
     let lines = run("cache_refresh");
     assert_eq!(

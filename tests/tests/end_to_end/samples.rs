@@ -92,6 +92,12 @@ async fn rabbitmq() {
     stopped(Broker::RabbitMq, "rabbitmq", body, Duplicates::Skipped).await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn replies() {
+    let body = r#"{"cents":100}"#;
+    stopped(Broker::RabbitMq, "replies", body, Duplicates::Skipped).await;
+}
+
 const PAYMENT: &str = r#"{"card":"4000","cents":100}"#;
 
 #[tokio::test(flavor = "multi_thread")]

@@ -13,7 +13,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Confirmation, Connection};
 use oncegate_core::internal::{Lock, fault};
 use oncegate_core::outbox::{
-    CONTENT_TYPE_HEADER, KEY_HEADER, NotPublished, OutboxMessage, Publisher,
+    CONTENT_TYPE_HEADER, CORRELATION_ID_HEADER, KEY_HEADER, NotPublished, OutboxMessage, Publisher,
 };
 use oncegate_core::source::SourceError;
 use oncegate_core::store::BoxError;
@@ -256,11 +256,18 @@ fn properties(message: &OutboxMessage) -> Result<BasicProperties, NotPublished> 
         .with_delivery_mode(2)
         .with_message_id(message.id.as_str().into());
     for (name, value) in &message.headers {
-        if name == CONTENT_TYPE_HEADER && value.len() <= usize::from(u8::MAX) {
-            properties = properties.with_content_type(value.as_str().into());
-        } else {
-            let value = AMQPValue::LongString(value.as_str().into());
-            table.insert(name.as_str().into(), value);
+        let fits = value.len() <= usize::from(u8::MAX);
+        match name.as_str() {
+            CONTENT_TYPE_HEADER if fits => {
+                properties = properties.with_content_type(value.as_str().into());
+            }
+            CORRELATION_ID_HEADER if fits => {
+                properties = properties.with_correlation_id(value.as_str().into());
+            }
+            name => {
+                let value = AMQPValue::LongString(value.as_str().into());
+                table.insert(name.into(), value);
+            }
         }
     }
     if let Some(key) = &message.key {

@@ -6,8 +6,8 @@ use std::time::{Duration, UNIX_EPOCH};
 use bytes::Bytes;
 use lapin::BasicProperties;
 use lapin::message::Delivery as RawDelivery;
-use lapin::types::{AMQPValue, FieldTable};
-use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin};
+use lapin::types::{AMQPValue, FieldTable, ShortString};
+use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin, ReplyAddress};
 use oncegate_core::source::{Delivery, Receipt, headers};
 
 use crate::protocol::queue_settings::QueueSettings;
@@ -91,6 +91,13 @@ pub(crate) fn parse_delivery(
         .as_ref()
         .map(|id| Bytes::copy_from_slice(id.as_str().as_bytes()));
     message.headers = headers;
+    let text = |text: &ShortString| text.as_str().to_owned();
+    message.reply_to = properties.reply_to().as_ref().map(|queue| {
+        Box::new(ReplyAddress {
+            destination: text(queue),
+            correlation_id: properties.correlation_id().as_ref().map(text),
+        })
+    });
     message.sent_at = properties
         .timestamp()
         .and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds)));

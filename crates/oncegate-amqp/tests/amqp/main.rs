@@ -12,6 +12,7 @@ mod outbox;
 mod policies;
 mod recovery;
 mod releases;
+mod replies;
 mod security;
 
 use std::time::{Duration, Instant};

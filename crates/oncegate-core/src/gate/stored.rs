@@ -147,7 +147,7 @@ impl GateRequest<'_> {
     {
         let gate = &self.gate.0;
         let results = gate.store.results().ok_or_else(|| {
-            misconfigured("it keeps no results; use Redis, PostgreSQL, SQLite or the memory store")
+            misconfigured("it keeps no results; use Redis (in a Cluster with a prefix without `{` and `}`, or with a hash tag), PostgreSQL, SQLite or the memory store")
         })?;
         if gate.settings.guarantee == Guarantee::Bare {
             return Err(misconfigured(

@@ -489,7 +489,7 @@ impl Topic {
     }
 }
 
-fn client(brokers: &str) -> ClientConfig {
+pub(crate) fn client(brokers: &str) -> ClientConfig {
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", brokers);
     config

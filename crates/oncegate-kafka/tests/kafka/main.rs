@@ -12,6 +12,7 @@ mod order;
 mod outage;
 mod outbox;
 mod positions;
+mod replies;
 mod seeking;
 mod settling;
 mod transactions;

@@ -9,6 +9,7 @@ mod faults;
 mod laws;
 mod outages;
 mod replicas;
+mod results;
 mod script;
 mod sentinel_and_cluster;
 mod sentinels;

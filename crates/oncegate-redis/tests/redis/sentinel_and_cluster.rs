@@ -366,15 +366,22 @@ async fn redirections_of_a_migrating_slot_are_followed() {
         ..claim("foo", 1)
     };
     assert_eq!(apply_one(&store, strict).await.expect("a verdict"), GRANTED);
+    // Redis refuses commands with several keys until the slot has moved.
+    let results = store.results().expect("results");
+    let completion = complete("foo", 1, 1);
+    let refused = results.complete(&completion, b"result").await;
+    assert!(
+        matches!(&refused, Err(StoreError::NotApplied(why)) if why.to_string().contains("TRYAGAIN")),
+        "{refused:?}"
+    );
+    assert_eq!(results.read(&completion.key).await.expect("a reply"), None);
 
     run_on(to, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
     run_on(from, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
-    assert_eq!(
-        apply_one(&store, complete("foo", 1, 1))
-            .await
-            .expect("a verdict"),
-        DONE
-    );
+    let completed = results.complete(&completion, b"result").await;
+    assert_eq!(completed.expect("an answer").verdict, DONE);
+    let stored = results.read(&completion.key).await.expect("a reply");
+    assert_eq!(stored.as_deref(), Some(&b"result"[..]));
     assert_eq!(
         apply_one(&store, claim("foo", 2)).await.expect("a verdict"),
         Verdict::Duplicate

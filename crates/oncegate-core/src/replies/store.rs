@@ -1,0 +1,132 @@
+//! Stores each reply with the completion of its message.
+
+use std::fmt;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use futures_util::future::join_all;
+
+use super::PendingReplies;
+use crate::marker::{Finding, Guarantee, Operation, OperationKind, Verdict};
+use crate::result_store::ResultStore;
+use crate::store::{Persistence, Store, StoreError};
+
+/// A store whose completions store the reply of their claim:
+/// see [`Builder::replying_handler`](crate::Builder::replying_handler).
+pub struct ReplyStore {
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) pending: Arc<PendingReplies>,
+}
+
+impl fmt::Debug for ReplyStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReplyStore")
+            .field("store", &self.store.described())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ReplyStore {
+    fn inner_results(&self) -> Result<&dyn ResultStore, StoreError> {
+        self.store.results().ok_or_else(|| {
+            StoreError::Misconfigured(
+                "it keeps no replies; use Redis (in a Cluster with a prefix without `{` and `}`, or with a hash tag), PostgreSQL, SQLite or the memory store".into(),
+            )
+        })
+    }
+
+    /// Completes a message with its reply.
+    async fn complete(&self, operation: &Operation, reply: Vec<u8>) -> Result<Verdict, StoreError> {
+        // A completion resolves a doubt, too.
+        let completion = Operation {
+            kind: OperationKind::Complete,
+            ..operation.clone()
+        };
+        let results = self.inner_results()?;
+        let verdict = results.complete(&completion, &reply).await?.verdict;
+        let claim = (operation.key.clone(), operation.token);
+        self.pending.of_claims.lock().remove(&claim);
+        Ok(verdict)
+    }
+
+    /// The reply that the operation stores, if any.
+    fn reply(&self, operation: &Operation) -> Option<Vec<u8>> {
+        let completes = matches!(
+            operation.kind,
+            OperationKind::Complete | OperationKind::Resolve(Finding::Happened)
+        );
+        let claim = || (operation.key.clone(), operation.token);
+        completes.then(|| self.pending.of_claims.lock().get(&claim()).cloned())?
+    }
+}
+
+#[async_trait]
+impl Store for ReplyStore {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let replies: Vec<_> = operations.iter().map(|it| self.reply(it)).collect();
+        if replies.iter().all(Option::is_none) {
+            return self.store.apply(operations).await;
+        }
+        let (mut completions, mut others) = (Vec::new(), Vec::new());
+        for (operation, reply) in operations.iter().zip(replies) {
+            match reply {
+                Some(reply) => completions.push((operation, reply)),
+                None => others.push(operation.clone()),
+            }
+        }
+        let is_completion: Vec<bool> = {
+            let mut next = completions
+                .iter()
+                .map(|(operation, _)| *operation)
+                .peekable();
+            operations
+                .iter()
+                .map(|it| next.next_if(|of| std::ptr::eq(*of, it)).is_some())
+                .collect()
+        };
+        let completed = completions
+            .into_iter()
+            .map(|(operation, reply)| self.complete(operation, reply));
+        let (completed, others) = tokio::join!(join_all(completed), async {
+            if others.is_empty() {
+                Vec::new()
+            } else {
+                self.store.apply(&others).await
+            }
+        });
+        let (mut completed, mut others) = (completed.into_iter(), others.into_iter());
+        is_completion
+            .into_iter()
+            .map_while(|is_completion| match is_completion {
+                true => completed.next(),
+                false => others.next(),
+            })
+            .collect()
+    }
+
+    fn described(&self) -> String {
+        self.store.described()
+    }
+
+    async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
+        self.inner_results()?;
+        if guarantee == Guarantee::Bare {
+            let text =
+                "Guarantee::Bare records a message before it has a reply; use another guarantee";
+            return Err(StoreError::Misconfigured(text.into()));
+        }
+        self.store.preflight(guarantee).await
+    }
+
+    async fn persistence(&self) -> Result<Persistence, StoreError> {
+        self.store.persistence().await
+    }
+
+    fn for_renewals(&self) -> Option<Arc<dyn Store>> {
+        self.store.for_renewals()
+    }
+
+    fn parallel_applies(&self) -> usize {
+        self.store.parallel_applies()
+    }
+}
