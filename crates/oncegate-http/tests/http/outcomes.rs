@@ -11,7 +11,9 @@ use axum::body::Body;
 use axum::http::{Request, Response, StatusCode};
 use axum::response::IntoResponse;
 use futures_util::future::{Ready, ready};
-use oncegate_core::marker::{Guarantee, Marker, Operation, OperationKind, Terms, Token, Verdict};
+use oncegate_core::marker::{
+    Effect, Guarantee, Marker, Operation, OperationKind, Terms, Token, Verdict,
+};
 use oncegate_core::{
     Completion, Gate, Key, MemoryStore, MessageId, ResultStore, Scope, Store, StoreError, WhenHeld,
     async_trait,
@@ -284,6 +286,46 @@ async fn a_request_that_lost_its_key_and_got_it_back_calls_the_service_once() {
     assert_eq!(app.charge("key").await.summary(), (200, "1", false));
     assert_eq!(app.charge("key").await.summary(), (200, "1", true));
     assert_eq!(app.calls(), 1);
+}
+
+/// The problem has the id that the store and the command line know, which does not show the scope.
+#[tokio::test]
+async fn an_operator_resolves_the_id_of_a_request_in_doubt() {
+    let store = MemoryStore::new();
+    let gate = builder().store(store.clone());
+    let gate = gate.guarantee(Guarantee::AtMostOnce).open().await;
+    let layer = IdempotencyLayer::new(gate.expect("a gate")).scope_by(|_| Some("sk_live_secret"));
+    let app = App::new(layer, with_status(500));
+    assert_eq!(app.charge("key").await.summary(), (500, "1", false));
+    let in_doubt = app.charge("key").await;
+    assert_eq!(in_doubt.problem(), (500, "in-doubt".into()));
+    let problem = in_doubt.json();
+    let id = problem["id"].as_str().expect("an id");
+    assert!(id.starts_with("h:") && id.len() == 66, "{id}");
+    let id = MessageId::stored(id).expect("an id");
+    let key = Scope::named("tests").expect("a scope").key(&id);
+    let (seen, _) = store.marker(&key);
+    let did_not_happen = Operation {
+        key,
+        kind: OperationKind::Redrive {
+            seen,
+            effect: Effect::Nothing,
+        },
+        token: Token::random(),
+        attempt: 0,
+        terms: Terms {
+            guarantee: Guarantee::AtMostOnce,
+            lease: Duration::from_secs(1),
+            window: Duration::from_secs(60),
+            fingerprint: None,
+        },
+    };
+    let resolved = store.apply(&[did_not_happen]).await;
+    assert!(
+        matches!(resolved[..], [Ok(Verdict::Applied)]),
+        "{resolved:?}"
+    );
+    assert_eq!(app.charge("key").await.summary(), (500, "2", false));
 }
 
 /// A service that has to be ready before each call, and whose clones are not ready.
