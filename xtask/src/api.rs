@@ -15,6 +15,7 @@ pub(crate) const LIBRARIES: &[&str] = &[
     "oncegate-amqp",
     "oncegate-config",
     "oncegate-core",
+    "oncegate-http",
     "oncegate-kafka",
     "oncegate-redis",
     "oncegate-postgres",

@@ -16,6 +16,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("oncegate-postgres", &["oncegate-core"]),
     ("oncegate-kafka", &["oncegate-core"]),
     ("oncegate-amqp", &["oncegate-core"]),
+    ("oncegate-http", &["oncegate-core"]),
     ("oncegate-model", &["oncegate-core"]),
     ("oncegate-testkit", &["oncegate-core"]),
     (
@@ -37,6 +38,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "oncegate-cli",
         &["oncegate", "oncegate-config", "oncegate-postgres"],
     ),
+    ("idempotent-api", &["oncegate", "oncegate-http"]),
     (
         "payments",
         &[

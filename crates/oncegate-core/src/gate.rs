@@ -21,7 +21,7 @@ use crate::handler::Failure;
 use crate::id::MessageId;
 use crate::lifecycle::Policy;
 use crate::log_throttle::LogThrottle;
-use crate::marker::Fingerprint;
+use crate::marker::{Fingerprint, Guarantee};
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
 use crate::settings::Settings;
@@ -178,7 +178,19 @@ impl Gate {
             gate: self,
             id: MessageId::new(id),
             fingerprint: None,
+            max_inline_retries: self.0.policy.max_inline_retries,
+            unstorable: self.0.results.unstorable,
         }
+    }
+
+    /// The guarantee of this gate.
+    pub fn guarantee(&self) -> Guarantee {
+        self.0.settings.guarantee
+    }
+
+    /// The largest result that [`run_stored`](Self::run_stored) stores, in bytes after the codec.
+    pub fn max_result_bytes(&self) -> usize {
+        self.0.results.limit
     }
 }
 
@@ -189,6 +201,8 @@ pub struct GateRequest<'a> {
     gate: &'a Gate,
     id: Option<MessageId>,
     fingerprint: Option<Fingerprint>,
+    max_inline_retries: u32,
+    unstorable: UnstorableResult,
 }
 
 impl GateRequest<'_> {
@@ -197,6 +211,19 @@ impl GateRequest<'_> {
     /// run is in progress, it counts as another run of this id.
     pub fn body(mut self, body: impl AsRef<[u8]>) -> Self {
         self.fingerprint = Some(Fingerprint::of(body.as_ref()));
+        self
+    }
+
+    /// The maximum number of inline retries of this run after [`Failure::Retry`]. Default: that of
+    /// the gate.
+    pub fn max_inline_retries(mut self, retries: u32) -> Self {
+        self.max_inline_retries = retries;
+        self
+    }
+
+    /// What this run does with a result that cannot be stored. Default: as the gate.
+    pub fn unstorable_result(mut self, policy: UnstorableResult) -> Self {
+        self.unstorable = policy;
         self
     }
 

@@ -1,8 +1,9 @@
 //! Items of the core that are public only for the other crates of this workspace.
 //!
 //! Their users are the adapters (backoff, log throttles, locks, marker columns, store errors, and
-//! the points at which the chaos tests abort a process), `oncegate-admin`, the model and its
-//! mutants, `oncegate-testkit`, and the tests of this workspace. They are not part of the public API: any
+//! the points at which the chaos tests abort a process), `oncegate-admin`,
+//! `oncegate-http` (locks, log throttles), the model and its mutants, `oncegate-testkit`, and the
+//! tests of this workspace. They are not part of the public API: any
 //! release may change or remove them. If a program needs one, please open an issue.
 
 mod backoff;

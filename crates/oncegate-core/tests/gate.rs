@@ -539,6 +539,35 @@ async fn a_refused_result_is_in_doubt_in_at_most_once() {
     assert!(matches!(again, Err(GateError::InDoubt(_))), "{again:?}");
 }
 
+/// For work that cannot run twice in one call, such as an HTTP request whose body was consumed.
+#[tokio::test]
+async fn a_request_replaces_the_retries_and_the_result_policy_of_its_gate() {
+    let gate = gate(Guarantee::AtMostOnce).await;
+    let runs = AtomicU32::new(0);
+    let failing = gate.request("id").max_inline_retries(0).run(|| async {
+        runs.fetch_add(1, Ordering::Relaxed);
+        Err::<(), _>(Failure::Retry("busy".into()))
+    });
+    let failed = failing.await;
+    assert!(
+        matches!(failed, Err(GateError::Failed(Failure::Retry(_)))),
+        "{failed:?}"
+    );
+    assert_eq!(runs.load(Ordering::Relaxed), 1);
+
+    let request = gate
+        .request("id")
+        .unstorable_result(UnstorableResult::CompleteWithout);
+    let long = "x".repeat(gate.max_result_bytes());
+    let ran = request.run_stored(|| async { Ok(long.clone()) }).await;
+    assert_eq!(ran.expect("ran"), Stored::Executed(long));
+    let again: Stored<String> = gate
+        .run_stored("id", || async { panic!("the work runs once") })
+        .await
+        .expect("an outcome");
+    assert_eq!(again, Stored::Missing(MissingResult::NotStored));
+}
+
 #[tokio::test]
 async fn an_id_with_another_body_does_not_run() {
     let gate = gate(Guarantee::EffectivelyOnce).await;

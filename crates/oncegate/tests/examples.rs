@@ -72,16 +72,6 @@ fn in_the_handlers_example_each_message_goes_to_the_handler_of_its_type() {
 }
 
 #[test]
-fn in_the_idempotency_key_example_five_requests_place_one_order() {
-    let lines = run("idempotency_key");
-    assert_eq!(
-        (count(&lines, "201 Created"), count(&lines, "200 OK")),
-        (1, 4),
-        "{lines:?}"
-    );
-}
-
-#[test]
 fn in_the_stored_result_example_three_requests_get_the_receipt_of_one_charge() {
     let lines = run("stored_result");
     assert_eq!(

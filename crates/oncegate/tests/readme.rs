@@ -29,6 +29,7 @@ const COMPILED: &[&str] = &[
     "crates/oncegate-admin/examples",
     "crates/oncegate-postgres/examples",
     "crates/oncegate-testkit/tests/laws",
+    "examples/idempotent-api/src",
     "examples/payments/src",
     "examples/payments",
 ];

@@ -16,7 +16,7 @@ use crate::handler::Failure;
 use crate::id::MessageId;
 use crate::lease::Lease;
 use crate::lifecycle::{
-    ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Reason, Settlement, Stage,
+    ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage,
 };
 use crate::lost_claim::LostClaim;
 use crate::marker::{Fingerprint, Guarantee, Operation, OperationKind, Terms, Token, Verdict};
@@ -46,6 +46,8 @@ pub(super) struct GuardedRun<'a, T> {
     /// Set for a run whose result is stored.
     storing: Option<StoredRun<T>>,
     fingerprint: Option<Fingerprint>,
+    policy: Policy,
+    unstorable_policy: UnstorableResult,
     failure: Option<Failure>,
     store_error: Option<StoreError>,
 }
@@ -81,6 +83,11 @@ impl<'a, T> GuardedRun<'a, T> {
             result: None,
             storing: None,
             fingerprint: request.fingerprint,
+            policy: Policy {
+                max_inline_retries: request.max_inline_retries,
+                ..gate.0.policy
+            },
+            unstorable_policy: request.unstorable,
             failure: None,
             store_error: None,
         })
@@ -109,7 +116,7 @@ impl<'a, T> GuardedRun<'a, T> {
         &mut self,
         mut work: impl FnMut() -> W,
     ) -> Result<RunOutcome<T>, GateError> {
-        let policy = self.gate.0.policy;
+        let policy = self.policy;
         let give_up_at = match self.gate.0.when_held {
             WhenHeld::Wait(at_most) => Instant::now() + at_most.min(MAX_DURATION),
             WhenHeld::Skip | WhenHeld::GiveUp => Instant::now(),
@@ -335,7 +342,7 @@ impl<'a, T> GuardedRun<'a, T> {
             (run.encoded, run.unstorable) = (None, None);
             match (run.encode)(settings, &value) {
                 Ok(encoded) => run.encoded = Some(encoded),
-                Err(_) if settings.unstorable == UnstorableResult::CompleteWithout => {}
+                Err(_) if self.unstorable_policy == UnstorableResult::CompleteWithout => {}
                 Err(why) => {
                     run.unstorable = Some(why);
                     return Outcome::Unknown(DoubtCause::HandlerReported);

@@ -113,6 +113,7 @@ fn types_with_the_same_name_are_listed_as_the_same_idea() {
         }
     }
     for program in [
+        "examples/idempotent-api/src",
         "examples/payments/src",
         "benches/src",
         "benches/instructions/src",
