@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use oncegate::Guarantee;
+use oncegate_config::StoreKind;
 use serde::Serialize;
 
 use crate::CliContext;
@@ -79,6 +80,9 @@ pub(crate) struct Evidence {
     pub(crate) is_shadow: bool,
     /// Whether messages are handled without the store while it is unavailable.
     pub(crate) passes_through: bool,
+    /// Whether the consumer may have an inbox in the configured database. Its records are done
+    /// markers, as those of a store.
+    pub(crate) may_have_inbox: bool,
 }
 
 impl Evidence {
@@ -95,6 +99,13 @@ impl Evidence {
 
     /// The evidence before anything was read.
     fn empty(context: &CliContext) -> Self {
+        let guarantee = context.config.guarantee();
+        let is_shadow = context.config.text("gate.mode") == Some("shadow");
+        let passes_through = context.config.text("gate.outage") == Some("pass-through");
+        let has_database = matches!(
+            context.config.store_kind(),
+            Ok(Some(StoreKind::Postgres | StoreKind::Sqlite(_)))
+        );
         Self {
             marker: None,
             dead_letters: Vec::new(),
@@ -103,11 +114,15 @@ impl Evidence {
             incomplete: Vec::new(),
             actions: Vec::new(),
             has_audit: false,
-            guarantee: context.config.guarantee(),
+            guarantee,
             window: context.config.dedup_window(),
             window_description: config::window_description(&context.config),
-            is_shadow: context.config.text("gate.mode") == Some("shadow"),
-            passes_through: context.config.text("gate.outage") == Some("pass-through"),
+            is_shadow,
+            passes_through,
+            may_have_inbox: has_database
+                && guarantee == Guarantee::EffectivelyOnce
+                && !is_shadow
+                && !passes_through,
         }
     }
 }
