@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use oncegate::Guarantee;
+use oncegate_config::StoreKind;
 use serde::Serialize;
 
 use crate::CliContext;
@@ -46,9 +47,10 @@ struct Explanation {
     dead_letters: Option<Vec<serde_json::Value>>,
     /// Null if none was found and an in-doubt destination was not checked completely.
     in_doubt: Option<Vec<serde_json::Value>>,
-    /// Positions of messages with this id in the topic.
+    /// Positions of messages with this id in the topic, with `--copies`. Null if the topic was not
+    /// read to its end.
     #[serde(skip_serializing_if = "Option::is_none")]
-    copies: Option<Vec<String>>,
+    copies: Option<Option<Vec<String>>>,
     /// Null if the audit could not be read.
     audit: Option<Vec<AuditEntry>>,
     /// What could not be checked, and why.
@@ -62,7 +64,8 @@ pub(crate) struct Evidence {
     pub(crate) marker: Option<MarkerDescription>,
     pub(crate) dead_letters: Vec<DeadLetter>,
     pub(crate) in_doubt: Vec<DeadLetter>,
-    /// The positions of messages with the id in the consumed topic; `None` without `--copies`.
+    /// The positions of messages with the id in the consumed topic; `None` without `--copies`, or if
+    /// it could not be read.
     pub(crate) copies: Option<Vec<String>>,
     /// Destinations that were not completely checked.
     pub(crate) incomplete: Vec<Destination>,
@@ -77,6 +80,9 @@ pub(crate) struct Evidence {
     pub(crate) is_shadow: bool,
     /// Whether messages are handled without the store while it is unavailable.
     pub(crate) passes_through: bool,
+    /// Whether the consumer may have an inbox in the configured database. Its records are done
+    /// markers, as those of a store.
+    pub(crate) may_have_inbox: bool,
 }
 
 impl Evidence {
@@ -93,6 +99,13 @@ impl Evidence {
 
     /// The evidence before anything was read.
     fn empty(context: &CliContext) -> Self {
+        let guarantee = context.config.guarantee();
+        let is_shadow = context.config.text("gate.mode") == Some("shadow");
+        let passes_through = context.config.text("gate.outage") == Some("pass-through");
+        let has_database = matches!(
+            context.config.store_kind(),
+            Ok(Some(StoreKind::Postgres | StoreKind::Sqlite(_)))
+        );
         Self {
             marker: None,
             dead_letters: Vec::new(),
@@ -101,11 +114,15 @@ impl Evidence {
             incomplete: Vec::new(),
             actions: Vec::new(),
             has_audit: false,
-            guarantee: context.config.guarantee(),
+            guarantee,
             window: context.config.dedup_window(),
             window_description: config::window_description(&context.config),
-            is_shadow: context.config.text("gate.mode") == Some("shadow"),
-            passes_through: context.config.text("gate.outage") == Some("pass-through"),
+            is_shadow,
+            passes_through,
+            may_have_inbox: has_database
+                && guarantee == Guarantee::EffectivelyOnce
+                && !is_shadow
+                && !passes_through,
         }
     }
 }
@@ -155,7 +172,10 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
         }
     }
     if explain.copies {
-        evidence.copies = Some(copies(context, &filter).await?);
+        match copies(context, &filter).await {
+            Ok(copies) => evidence.copies = Some(copies),
+            Err(failure) => unchecked.note("the consumed topic on kafka", failure),
+        }
     }
     let result = unchecked.end();
     // Noted after `result` is computed, so that it does not change the exit code: a gate may be
@@ -197,7 +217,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
         dead_letters: summaries_of(Destination::DeadLetters, &evidence.dead_letters),
         in_doubt: summaries_of(Destination::InDoubt, &evidence.in_doubt),
         marker: evidence.marker.clone(),
-        copies: evidence.copies.clone(),
+        copies: explain.copies.then(|| evidence.copies.clone()),
         audit: evidence.has_audit.then(|| evidence.actions.clone()),
         unchecked,
     };
@@ -328,7 +348,7 @@ fn to_text(explanation: &Explanation, evidence: &Evidence) -> String {
     }
     section(
         "Messages with this id in the topic",
-        explanation.copies.as_deref().unwrap_or_default().join("\n"),
+        evidence.copies.as_deref().unwrap_or_default().join("\n"),
     );
     section(
         "Actions of operators",

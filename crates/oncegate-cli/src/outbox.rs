@@ -11,13 +11,13 @@ pub(crate) enum OutboxCommand {
     List(OutboxListArgs),
     /// Let the relay publish parked messages again
     Retry(OutboxChangeArgs),
-    /// Delete messages without publishing them
+    /// Delete parked messages, with --unsent also others, without publishing them
     Drop(OutboxChangeArgs),
 }
 
 #[derive(Args)]
 pub(crate) struct OutboxSelection {
-    /// Only this row; may be repeated
+    /// Only this row; may be repeated. `list` also shows it if it is not parked
     #[arg(long = "number", value_name = "NUMBER")]
     numbers: Vec<i64>,
     /// Only messages for this queue, topic or routing key
@@ -155,7 +155,8 @@ mod on_postgres {
         }
     }
 
-    /// The selected messages, and whether they are all.
+    /// The selected messages, and whether they are all. Rows that are selected by their numbers are
+    /// included if they are not parked.
     async fn selected(
         postgres: &Postgres,
         selection: &OutboxSelection,
@@ -204,6 +205,13 @@ mod on_postgres {
         }
     }
 
+    /// Row numbers as text, such as `row 3` or `rows 3, 4`.
+    fn rows(numbers: &[i64]) -> String {
+        let s = if numbers.len() == 1 { "" } else { "s" };
+        let numbers: Vec<String> = numbers.iter().map(i64::to_string).collect();
+        format!("row{s} {}", numbers.join(", "))
+    }
+
     async fn list(
         context: &CliContext,
         postgres: &Postgres,
@@ -232,29 +240,60 @@ mod on_postgres {
                 "select messages with --number, --destination or --all",
             ));
         }
-        let (mut messages, all) = selected(postgres, &selection).await?;
-        if let OutboxChange::Retry = change {
-            messages.retain(|message| message.error.is_some()); // the relay publishes the others
-        }
+        let (found, all) = selected(postgres, &selection).await?;
+        let is_missing = |number: &i64| found.iter().all(|message| message.number != *number);
+        let by_number = !selection.numbers.is_empty();
+        let missing: Vec<i64> = match all {
+            true => selection.numbers.into_iter().filter(is_missing).collect(),
+            false => Vec::new(), // they may be beyond the limit
+        };
+        // The relay publishes messages that are not parked.
+        let drops_unsent = selection.unsent && matches!(change, OutboxChange::Drop);
+        let (messages, unparked): (Vec<_>, Vec<_>) = found
+            .into_iter()
+            .partition(|message| drops_unsent || message.error.is_some());
+        let unparked: Vec<i64> = unparked.iter().map(|message| message.number).collect();
         let what = change.what();
-        let report = |changed: bool, done: usize, messages: &[ListedMessage]| {
+        let (mut problems, mut notes) = (Vec::new(), more(all).to_owned());
+        if by_number && !unparked.is_empty() {
+            let left = rows(&unparked);
+            match change {
+                OutboxChange::Retry => {
+                    notes.push_str(&format!("\nNot parked, so the relay publishes it: {left}."));
+                }
+                OutboxChange::Drop => problems.push(format!(
+                    "not parked, and waiting for the relay: {left}; add --unsent to drop"
+                )),
+            }
+        }
+        if !missing.is_empty() {
+            let missing = rows(&missing);
+            problems.push(format!(
+                "not found: {missing}; published or dropped before, or not for --destination"
+            ));
+        }
+        let summary = |changed: String| match (messages.is_empty(), drops_unsent) {
+            (false, _) => format!("{what}: {changed}.{notes}"),
+            (true, true) => format!("{what}: no message is selected.{notes}"),
+            (true, false) => format!("{what}: no parked message is selected.{notes}"),
+        };
+        let report = |changed_rows: usize, done: usize| {
             serde_json::json!({
-                "action": what, "changed": changed, "done": done, "messages": entries(messages), "all": all,
+                "action": what, "changed": done > 0, "done": done, "left": unparked.len() + changed_rows,
+                "messages": entries(&messages), "all": all,
             })
         };
         if !confirm.yes {
             let text = format!(
-                "{}{what}: {} would be {}.{}",
+                "{}{}",
                 table(&messages),
-                messages.len(),
-                change.after(),
-                more(all)
+                summary(format!("{} would be {}", messages.len(), change.after()))
             );
-            context.format.print(&report(false, 0, &messages), text)?;
-            return if confirm.dry_run {
-                Ok(())
-            } else {
-                Err(CliError::not_confirmed())
+            context.format.print(&report(0, 0), text)?;
+            return match (problems.is_empty(), confirm.dry_run) {
+                (false, _) => Err(CliError::incomplete(problems.join("; "))),
+                (true, true) => Ok(()),
+                (true, false) => Err(CliError::not_confirmed()),
             };
         }
         let audit = Audit::of(context)?;
@@ -291,19 +330,16 @@ mod on_postgres {
                 }
             }
         }
-        let text = format!(
-            "{what}: {done} messages are {} now.{}",
-            change.after(),
-            more(all)
-        );
-        context
-            .format
-            .print(&report(done > 0, done, &messages), text)?;
+        let text = summary(format!("{done} messages are {} now", change.after()));
+        context.format.print(&report(changed_rows, done), text)?;
         if changed_rows > 0 {
-            return Err(CliError::incomplete(format!(
+            problems.push(format!(
                 "{changed_rows} rows changed since they were read, for example because a relay published them; nothing was done to them"
-            )));
+            ));
         }
-        Ok(())
+        match problems.is_empty() {
+            true => Ok(()),
+            false => Err(CliError::incomplete(problems.join("; "))),
+        }
     }
 }

@@ -147,7 +147,23 @@ async fn a_misconfigured_store_stops_a_consumer_without_handlers_within_a_second
 #[tokio::test(start_paused = true)]
 async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended() {
     static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
-    let _guard = capture(&LOG);
+    assert_stops_after_its_handlers(&LOG, Guarantee::EffectivelyOnce, "is handled again").await;
+}
+
+/// A store that loses its data, such as a file that was removed, also loses the claim.
+#[tokio::test(start_paused = true)]
+async fn at_most_once_says_that_a_message_whose_claim_is_lost_runs_again() {
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+    let follows = "in doubt, or runs again if the store lost its claim";
+    assert_stops_after_its_handlers(&LOG, Guarantee::AtMostOnce, follows).await;
+}
+
+async fn assert_stops_after_its_handlers(
+    log: &'static Mutex<Vec<u8>>,
+    guarantee: Guarantee,
+    follows: &str,
+) {
+    let _guard = capture(log);
     let (broker, store, handler) = (
         MemoryBroker::new("q"),
         SharedStore::default(),
@@ -157,7 +173,10 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
         broker.publish(message(id));
     }
     let running = tokio::spawn(
-        consumer(&broker, store.clone(), handler.clone()).run_until(std::future::pending::<()>()),
+        consumer(&broker, store.clone(), handler.clone())
+            .guarantee(guarantee)
+            .allow_volatile_store()
+            .run_until(std::future::pending::<()>()),
     );
     handler.both_run.notified().await;
     store.refuses.store(true, Ordering::SeqCst);
@@ -172,7 +191,7 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
         .await
         .expect("at once")
         .expect("no panic");
-    assert_eq!(stopping_lines(&LOG), 1);
+    assert_eq!(stopping_lines(log), 1);
     assert!(
         matches!(ended, Err(Error::Store(StoreError::Misconfigured(_)))),
         "{ended:?}"
@@ -187,8 +206,8 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
     assert_eq!(broker.unsettled(), 52, "nothing is lost");
     let claims = store.refused_claims.load(Ordering::SeqCst);
     assert!(claims <= 50, "{claims} claims for 50 messages");
-    let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
-    let not_recorded: Vec<&str> = log
+    let lines = String::from_utf8(log.lock().expect("no panic").clone()).expect("text");
+    let not_recorded: Vec<&str> = lines
         .lines()
         .filter(|line| line.contains("WARN") && line.contains("outcome not recorded"))
         .collect();
@@ -196,12 +215,7 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
     for id in ["waiting-a", "waiting-b"] {
         let line = not_recorded.iter().find(|line| line.contains(id));
         let line = line.unwrap_or_else(|| panic!("{id} in {not_recorded:#?}"));
-        for part in [
-            "attempt=1",
-            r#"outcome="handled""#,
-            "origin=q",
-            "handled again",
-        ] {
+        for part in ["attempt=1", r#"outcome="handled""#, "origin=q", follows] {
             assert!(line.contains(part), "{part} in {line}");
         }
     }

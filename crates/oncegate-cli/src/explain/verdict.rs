@@ -33,6 +33,9 @@ pub(crate) enum HandlingVerdict {
     DeadLettered,
     /// Its message is in the dead letters, and an attempt may have had an effect.
     EffectUnknown,
+    /// Like [`Self::EffectUnknown`], but if the consumer has an inbox, it rolled back each attempt.
+    #[serde(rename = "effect-unknown")]
+    EffectUnknownWithoutInbox,
     /// The id has only a dead letter with the reason `conflict`, whose body differs from that of
     /// the first message with the id, and the marker of that message is absent.
     Conflict,
@@ -81,6 +84,9 @@ impl HandlingVerdict {
             Self::InDoubt => "in doubt",
             Self::DeadLettered => "not handled; in the dead letters",
             Self::EffectUnknown => "not recorded as handled, effect unknown; in the dead letters",
+            Self::EffectUnknownWithoutInbox => {
+                "not recorded as handled, effect unknown (with an inbox: rolled back); in the dead letters"
+            }
             Self::Conflict => "unknown; another body with this id is in the dead letters",
             Self::Dropped => "not recorded as handled; dropped by an operator",
             Self::SentBack => "sent back by an operator; not handled yet",
@@ -213,7 +219,7 @@ fn completed_by_operator(evidence: &Evidence) -> Option<&AuditEntry> {
 }
 
 /// The number of messages with the id in the topic, without those whose copy is in a destination;
-/// `None` without `--copies`.
+/// `None` if the topic was not read.
 fn copies_outside_destinations(evidence: &Evidence) -> Option<usize> {
     let in_destinations: Vec<&str> = evidence
         .dead_letters
@@ -251,8 +257,12 @@ fn handled(
     };
     if evidence.guarantee != Guarantee::AtMostOnce {
         text.push_str(
-            " Before that it may have run more than once, if a run was interrupted: this consumer does not guarantee at most once.",
+            " Before that it may have run more than once, if a run was interrupted: this consumer does not guarantee at most once",
         );
+        text.push_str(match evidence.may_have_inbox {
+            true => ", unless it has an inbox, which rolled back each interrupted run.",
+            false => ".",
+        });
     }
     let forgotten = evidence.actions.iter().rfind(|entry| {
         entry.stage == ActionStage::Done
@@ -400,6 +410,14 @@ fn may_have_effect(evidence: &Evidence, message: &DeadLetter) -> bool {
             || evidence.has_no_marker() && may_have_unrecorded_effect(evidence, message))
 }
 
+/// Whether the consumer may have an inbox, which then rolled back each attempt of a dead letter. An
+/// inbox writes no markers of attempts; the record of a commit may have expired.
+fn inbox_may_have_rolled_back(evidence: &Evidence, message: &DeadLetter) -> bool {
+    evidence.may_have_inbox
+        && evidence.has_no_marker()
+        && !redrive_policy::marker_may_have_expired(message, evidence.window)
+}
+
 /// Whether the last attempt of a dead letter had the number 1: a failure without an effect leaves
 /// no marker, so the attempt after it has the number 1 again. The attempts of `Bare` and of a
 /// shadow always have it.
@@ -448,7 +466,14 @@ fn dead_lettered(
         .errors()
         .map(|errors| format!(" The error: {errors}."))
         .unwrap_or_default();
-    let (verdict, outcome) = if may_have_effect(evidence, message) {
+    let may_have_effect = may_have_effect(evidence, message);
+    let (verdict, outcome) = if may_have_effect && inbox_may_have_rolled_back(evidence, message) {
+        (
+            HandlingVerdict::EffectUnknownWithoutInbox,
+            "No attempt is recorded as handled. If the consumer has an inbox, it rolled back the transaction of each attempt, unless the error \
+             says that the handler ended it; otherwise one may have had its effect",
+        )
+    } else if may_have_effect {
         (
             HandlingVerdict::EffectUnknown,
             "No attempt is recorded as handled, and one may have had its effect",
@@ -667,6 +692,7 @@ mod tests {
             window_description: "1 d".into(),
             is_shadow: false,
             passes_through: false,
+            may_have_inbox: false,
         }
     }
 
@@ -743,7 +769,7 @@ mod tests {
 
     #[test]
     fn without_a_marker_only_a_first_attempt_that_was_refused_had_no_effect() {
-        use HandlingVerdict::{DeadLettered, EffectUnknown};
+        use HandlingVerdict::{DeadLettered, EffectUnknown, EffectUnknownWithoutInbox};
         let day = Duration::from_secs(86_400);
         for (reason, attempts, window, verdict) in [
             ("refused", "1", day, DeadLettered),
@@ -761,6 +787,21 @@ mod tests {
             evidence.window = window;
             let (found, text) = of(&evidence);
             assert_eq!(found, verdict, "{reason}, {attempts} attempts: {text}");
+            evidence.may_have_inbox = true;
+            let (found, text) = of(&evidence);
+            let rolled_back = verdict == EffectUnknown && !window.is_zero();
+            assert_eq!(found == EffectUnknownWithoutInbox, rolled_back, "{text}");
+            assert_eq!(text.contains("has an inbox"), rolled_back, "{text}");
+            let label = found.label(evidence.guarantee);
+            assert_eq!(label.contains("rolled back"), rolled_back, "{label}");
+            if let Some(marker) = &mut evidence.marker {
+                (marker.state, marker.may_have_effect) = (MarkerState::Cleared, true);
+            }
+            let (_, text) = of(&evidence);
+            assert!(
+                !text.contains("inbox"),
+                "an inbox writes no such marker: {text}"
+            );
             evidence.guarantee = Guarantee::AtMostOnce;
             assert_eq!(of(&evidence).0, DeadLettered, "{reason}");
         }

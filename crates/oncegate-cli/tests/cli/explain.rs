@@ -553,3 +553,36 @@ fn an_unknown_number_is_explained_with_its_id() {
         assert!(!output.out.contains("JSON number"), "{output:?}");
     }
 }
+
+#[test]
+fn explain_with_copies_shows_what_was_read_if_the_topic_is_unreachable() {
+    let cli = TestCli::on_sqlite();
+    std::fs::write(cli.path("markers.db"), "").expect("the directory is writable");
+    cli.configure(
+        "[gate]\nid = \"header payment-id\"\n[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"payments\"\n",
+    );
+    cli.run(&["marker", "complete", "a", "--yes", "--as", "ann"])
+        .exits_with(0);
+    let explanation = cli
+        .run(&["explain", "a", "--copies", "--json"])
+        .exits_with(3)
+        .json();
+    assert_eq!(
+        (
+            &explanation["verdict"],
+            &explanation["marker"]["state"],
+            &explanation["audit"][0]["who"],
+            explanation.get("copies"),
+        ),
+        (
+            &"handled".into(),
+            &"done".into(),
+            &"ann".into(),
+            Some(&serde_json::Value::Null)
+        ),
+        "{explanation}"
+    );
+    let unchecked = explanation["not_checked"].as_array().expect("a list");
+    assert_eq!(unchecked.len(), 3, "{explanation}");
+    assert_eq!(unchecked[2]["where"], "the consumed topic on kafka");
+}

@@ -156,7 +156,7 @@ async fn messages_of_the_outbox_are_listed_retried_and_dropped_with_an_audit() {
     assert_eq!(numbers(&cli.json(&["outbox", "list"])), [Some(other)]);
     cli.run(&["outbox", "drop", "--destination", "missing", "--yes"])
         .exits_with(0)
-        .prints("0 messages are dropped now");
+        .prints("outbox drop: no parked message is selected.");
     let drop = [
         "outbox",
         "drop",
@@ -199,4 +199,69 @@ async fn an_unreadable_row_is_shown_with_a_remedy_for_the_table() {
     cli.run(&["marker", "show", "left"])
         .exits_with(1)
         .prints("upgrade oncegate here if a newer release wrote the row");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn outbox_changes_leave_messages_that_wait_for_the_relay() {
+    let cli = migrated().await;
+    let pool = sqlx::PgPool::connect(cli.postgres_url())
+        .await
+        .expect("PostgreSQL");
+    let parked = insert(&pool, "booked", Some("too large")).await;
+    let unsent = insert(&pool, "booked", None).await.to_string();
+    let (parked, no_row) = (parked.to_string(), "99999");
+    let rows = || async {
+        let count = sqlx::query_scalar("SELECT count(*) FROM oncegate_outbox");
+        let count: i64 = count.fetch_one(&pool).await.expect("a count");
+        count
+    };
+
+    for confirmed in [false, true] {
+        let drop = |number| {
+            let mut drop = vec!["outbox", "drop", "--number", number];
+            drop.extend(confirmed.then_some("--yes"));
+            cli.run(&drop)
+                .exits_with(1)
+                .prints("outbox drop: no parked message is selected.")
+        };
+        drop(&unsent).prints(&format!(
+            "not parked, and waiting for the relay: row {unsent}; add --unsent to drop"
+        ));
+        drop(no_row).prints("not found: row 99999; published or dropped before");
+    }
+    assert_eq!(rows().await, 2);
+    let list = cli.json(&["outbox", "list", "--number", &unsent]);
+    assert_eq!(list["messages"][0]["state"], "unsent", "{list}");
+
+    // The selected ones are changed.
+    let drop = [
+        "outbox", "drop", "--number", &parked, "--number", &unsent, "--number", no_row, "--yes",
+        "--json",
+    ];
+    let dropped = cli.run(&drop).exits_with(1).json();
+    assert_shape(&dropped, "`outbox retry`, `drop`");
+    assert_eq!(
+        (&dropped["done"], &dropped["left"]),
+        (&1.into(), &1.into()),
+        "{dropped}"
+    );
+    assert_eq!(rows().await, 1);
+
+    cli.run(&["outbox", "retry", "--all", "--yes"])
+        .exits_with(0)
+        .prints("outbox retry: no parked message is selected.");
+    cli.run(&["outbox", "retry", "--number", &unsent, "--yes"])
+        .exits_with(0)
+        .prints(&format!(
+            "Not parked, so the relay publishes it: row {unsent}."
+        ));
+    cli.run(&["outbox", "retry", "--number", no_row, "--yes"])
+        .exits_with(1)
+        .prints("not found: row 99999");
+    cli.run(&["outbox", "drop", "--number", &unsent, "--unsent", "--yes"])
+        .exits_with(0)
+        .prints("1 messages are dropped now");
+    assert_eq!(rows().await, 0);
+    let audit = cli.json(&["audit"]);
+    assert_eq!(audit.as_array().map(Vec::len), Some(2), "{audit}");
 }

@@ -304,3 +304,26 @@ pub(crate) async fn assert_explain_and_resolve_work(cli: TestCli) {
     );
     fixture.end().await;
 }
+
+/// A record of an inbox is a done marker, so the command line cannot tell which the consumer uses.
+#[tokio::test]
+async fn explain_says_what_holds_with_an_inbox_where_the_consumer_may_have_one() {
+    let cli = TestCli::on_sqlite();
+    cli.apply_one("a", OperationKind::Complete, 1, 1, terms())
+        .await;
+    cli.run(&["explain", "a"])
+        .exits_with(0)
+        .prints("unless it has an inbox, which rolled back each interrupted run");
+    cli.configure("[gate]\nguarantee = \"effectively-once\"\n");
+    cli.run(&["explain", "a"]).exits_with(0).prints("inbox");
+    // An inbox refuses these settings.
+    for gate in [
+        "guarantee = \"at-most-once\"",
+        "outage = \"pass-through\"",
+        "mode = \"shadow\"",
+    ] {
+        cli.configure(&format!("[gate]\n{gate}\n"));
+        let output = cli.run(&["explain", "a"]).exits_with(0);
+        assert!(!output.out.contains("inbox"), "{output:?}");
+    }
+}

@@ -347,7 +347,7 @@ impl Logs {
                 "outcome not recorded, because the consumer stops before the database answers: the message is handled again unless its record is found"
             ),
             Guarantee::AtMostOnce => warn!(
-                "outcome not recorded, because the consumer stops before the store answers: after the lease the message is in doubt; compare the field `outcome` before you resolve it"
+                "outcome not recorded, because the consumer stops before the store answers: after the lease the message is in doubt, or runs again if the store lost its claim; compare the field `outcome` first"
             ),
             Guarantee::EffectivelyOnce => warn!(
                 "outcome not recorded, because the consumer stops before the store answers: after the lease the message is handled again"

@@ -294,8 +294,8 @@ fn companions(path: &Path) -> Option<[(PathBuf, FileIdentity); 2]> {
 
 fn replaced(config: &FileConfig) -> StoreFailure {
     StoreFailure::misconfigured(format!(
-        "{}: {} or its write-ahead log (-wal, -shm) was removed or replaced while in use, and markers may be lost: restore it, or \
-         restart to use the file that is there now",
+        "{}: {} or its write-ahead log (-wal, -shm) was removed or replaced while in use: restore it, or restart to use the file that \
+         is there now; then messages whose ids only the missing file has are handled again, so check those logged as `outcome not recorded`",
         config.setting(),
         config.name()
     ))

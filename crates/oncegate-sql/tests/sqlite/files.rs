@@ -265,6 +265,28 @@ async fn a_removed_log_stops_its_users_and_is_checkpointed_on_close() {
     assert!(matches!(verdict, Verdict::Busy { .. }), "{verdict:?}");
 }
 
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn an_id_that_only_the_missing_file_has_is_granted_again_after_a_restart() {
+    let directory = Directory::new();
+    let store = directory.store();
+    apply_one(&store, claim("a", 1)).await.expect("granted");
+    std::fs::remove_file(directory.file()).expect("removed");
+    remove_log(&directory);
+    let stopped = apply_one(&store, claim("b", 1)).await;
+    let stopped = line(&stopped.expect_err("its write would be lost"));
+    says(
+        &stopped,
+        &[
+            "only the missing file has are handled again",
+            "outcome not recorded",
+        ],
+    );
+    close(&directory, store);
+    let verdict = apply_one(&directory.store(), claim("a", 2)).await;
+    assert_eq!(verdict.expect("a verdict"), GRANTED);
+}
+
 #[tokio::test]
 #[ignore = "a process of the test below"]
 async fn is_granted_b() {
