@@ -7,6 +7,7 @@ use http::header::HeaderName;
 use http::{Method, request, response};
 use oncegate_core::Gate;
 use oncegate_core::internal::{Lock, LogThrottle};
+use tokio::sync::Semaphore;
 use tower_layer::Layer;
 
 use crate::outcome::ResponseOutcome;
@@ -19,6 +20,9 @@ pub const REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed")
 /// As many bytes as axum reads of a body by default.
 const MAX_REQUEST_BYTES: usize = 2 * 1024 * 1024;
 
+/// The default limit of requests in progress.
+const MAX_IN_PROGRESS: usize = 1_000;
+
 /// As many bytes as Stripe allows.
 const MAX_KEY_BYTES: usize = 255;
 
@@ -30,8 +34,8 @@ const MAX_KEY_BYTES: usize = 255;
 /// - The service is called only after the gate has granted the key, at most once for each request,
 ///   in a task of its own: if the client disconnects, it runs on, and a repeat gets its response.
 ///   What the service reads from task-local variables is not there.
-/// - The request body is read before. Streams of gRPC in both directions need requests without the
-///   header.
+/// - The request body is read before, and the response body before it is sent, except a response of
+///   the type `text/event-stream`. Streams of gRPC need requests without the header.
 /// - The response is stored up to [`GateBuilder::max_result_bytes`](oncegate_core::GateBuilder), as
 ///   the [`ResponseOutcome`] says. A larger response, and one of the type `text/event-stream`, is
 ///   sent and not stored: repeats get a problem of the type `response-not-stored`.
@@ -47,8 +51,8 @@ const MAX_KEY_BYTES: usize = 255;
 /// has resolved its id. A process that stops does not wait for services whose clients have
 /// disconnected: their outcomes are then unknown.
 ///
-/// Put authentication, rate limits and validation outside of the layer: what they refuse is not
-/// stored, and the key is still free.
+/// Put authentication, rate limits, validation, compression, CORS and the layer of tonic-web outside
+/// of this one: what they refuse is not stored, and what they add depends on the request.
 ///
 /// With axum, add the layer outside of `Router::nest`, which removes the prefix of the path that
 /// belongs to the fingerprint.
@@ -65,6 +69,8 @@ pub(crate) struct LayerSettings {
     pub(crate) missing_key: MissingKey,
     pub(crate) max_key_bytes: usize,
     pub(crate) max_request_bytes: usize,
+    /// A permit for each further request in progress.
+    pub(crate) in_progress: Arc<Semaphore>,
     pub(crate) scope: Option<Arc<ScopeFn>>,
     pub(crate) outcome: Option<Arc<OutcomeFn>>,
     /// Limits the log lines of all requests.
@@ -79,8 +85,8 @@ pub(crate) enum MissingKey {
 }
 
 impl IdempotencyLayer {
-    /// A layer with every setting at its default. Clones of the gate may be used elsewhere, with
-    /// other ids.
+    /// A layer with every setting at its default. Use the gate for nothing else: without
+    /// [`scope_by`](Self::scope_by), clients choose its ids.
     ///
     /// With [`WhenHeld::Skip`](oncegate_core::WhenHeld) and `GiveUp` a request is answered with 409
     /// while another one with its key is processed; with `Wait` it waits for the response.
@@ -91,6 +97,7 @@ impl IdempotencyLayer {
             missing_key: MissingKey::PassThrough,
             max_key_bytes: MAX_KEY_BYTES,
             max_request_bytes: MAX_REQUEST_BYTES,
+            in_progress: Arc::new(Semaphore::new(MAX_IN_PROGRESS)),
             scope: None,
             outcome: None,
             log: Arc::new(Lock::new(LogThrottle::up_to(100, Duration::from_secs(10)))),
@@ -126,12 +133,21 @@ impl IdempotencyLayer {
         self
     }
 
+    /// How many requests with a key may be read, wait for another one, or be processed at a time, with
+    /// those whose clients have disconnected. Further ones are answered with 503. Default: 1,000.
+    #[must_use]
+    pub fn max_in_progress(mut self, requests: usize) -> Self {
+        let requests = requests.min(Semaphore::MAX_PERMITS);
+        self.settings().in_progress = Arc::new(Semaphore::new(requests));
+        self
+    }
+
     /// The tenant, the user or the API key of a request: equal keys of different scopes are
     /// different ids. The store and the log contain a hash of scope and key alone.
     ///
     /// Without this, a caller who sends the key and the request of another one gets the response to
     /// that one. Use what does not change between a request and its repeat: an account rather than
-    /// a token that expires. `None` refuses the request with 400.
+    /// a token that expires. `None` and an empty scope refuse the request with 400.
     ///
     /// ```
     /// # fn scoped(layer: oncegate_http::IdempotencyLayer) -> oncegate_http::IdempotencyLayer {

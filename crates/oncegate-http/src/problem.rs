@@ -25,6 +25,7 @@ pub(crate) enum ProblemType {
     OutcomeUnknown,
     InDoubt,
     StoreUnavailable,
+    TooManyRequests,
 }
 
 /// The constant parts of a problem.
@@ -54,7 +55,7 @@ struct ProblemDetails<'a> {
 
 impl ProblemType {
     #[cfg(test)]
-    pub(crate) const ALL: [Self; 11] = [
+    pub(crate) const ALL: [Self; 12] = [
         Self::MissingKey,
         Self::MalformedKey,
         Self::MissingScope,
@@ -66,6 +67,7 @@ impl ProblemType {
         Self::OutcomeUnknown,
         Self::InDoubt,
         Self::StoreUnavailable,
+        Self::TooManyRequests,
     ];
 
     fn description(self) -> Description {
@@ -106,7 +108,7 @@ impl ProblemType {
                 "unreadable-body",
                 StatusCode::BAD_REQUEST,
                 "The body could not be read",
-                "The request was not processed. Send it again with the same key.",
+                "This attempt was not processed. Send the request again with the same key.",
                 None,
                 3,
             ),
@@ -154,9 +156,17 @@ impl ProblemType {
                 "store-unavailable",
                 StatusCode::SERVICE_UNAVAILABLE,
                 "Requests with an Idempotency-Key cannot be processed at the moment",
-                "The request was not processed. Send it again later, with the same key.",
+                "This attempt was not processed; it is not known whether an earlier one was. Send the request again later, with the same key and not with a new one.",
                 Some(5),
                 14, // UNAVAILABLE
+            ),
+            Self::TooManyRequests => (
+                "too-many-requests",
+                StatusCode::SERVICE_UNAVAILABLE,
+                "Too many requests with an Idempotency-Key are in progress",
+                "This attempt was not processed. Send the request again later, with the same key and not with a new one.",
+                Some(1),
+                14,
             ),
         };
         Description {

@@ -116,10 +116,15 @@ where
         }
     };
     let (parts, body) = request.into_parts();
-    let scope = match settings.scope.as_ref().map(|scope| scope(&parts)) {
-        Some(None) => return Ok(ProblemType::MissingScope.answer(&parts.headers)),
-        Some(scope) => scope,
+    let scope = match &settings.scope {
+        Some(scope) => match scope(&parts).filter(|scope| !scope.is_empty()) {
+            None => return Ok(ProblemType::MissingScope.answer(&parts.headers)),
+            scope => scope,
+        },
         None => None,
+    };
+    let Ok(permit) = Arc::clone(&settings.in_progress).try_acquire_owned() else {
+        return Ok(ProblemType::TooManyRequests.answer(&parts.headers));
     };
     let (data, trailers) = match read(body, settings.max_request_bytes).await {
         ReadBody::Complete(data, trailers) => (data, trailers),
@@ -145,7 +150,11 @@ where
     let headers = run.content_type.clone();
     let request = Request::from_parts(parts, BufferedBody::complete(data, trailers));
     // A task of its own, because a client that disconnects drops this future.
-    match tokio::spawn(run.answer(inner, request).in_current_span()).await {
+    let answer = async move {
+        let _permit = permit;
+        run.answer(inner, request).await
+    };
+    match tokio::spawn(answer.in_current_span()).await {
         Ok(answer) => answer,
         // The runtime stops: the gate catches the panics of the service.
         Err(_) => Ok(ProblemType::OutcomeUnknown.answer(&headers)),
@@ -195,8 +204,8 @@ impl KeyedRun {
             async move {
                 let Some((mut inner, request)) = first_run else {
                     // The store lost the claim before the outcome was recorded, and granted another.
-                    let result = own_result.lock().take();
-                    return result.unwrap_or_else(|| Err(may_have_happened()));
+                    let stored: Option<Option<StoredResponse>> = own_result.lock().clone();
+                    return stored.ok_or_else(may_have_happened);
                 };
                 let (answer, result) = match inner.call(request).await {
                     Ok(response) => {
@@ -214,7 +223,7 @@ impl KeyedRun {
                 };
                 *own_answer.lock() = Some(answer);
                 if let Ok(stored) = &result {
-                    *own_result.lock() = Some(Ok(stored.clone()));
+                    *own_result.lock() = Some(stored.clone());
                 }
                 result
             }
@@ -268,7 +277,7 @@ impl KeyedRun {
             }
             (Err(GateError::OtherBody | GateError::Refused(_)), None) => ProblemType::OtherRequest,
             (Err(GateError::Store(error)), None) => {
-                self.log(|id, suppressed_lines| tracing::error!(id, %error, suppressed_lines, "request refused with 503, its key cannot be claimed; check the store of the gate"));
+                self.log(|id, suppressed_lines| tracing::error!(id, %error, suppressed_lines, "request refused with 503, its key cannot be claimed or its response cannot be read; check the store of the gate"));
                 ProblemType::StoreUnavailable
             }
             (Err(_), None) if is_in_doubt => ProblemType::InDoubt,
@@ -295,6 +304,12 @@ impl KeyedRun {
     }
 }
 
+fn is_event_stream(content_type: &[u8]) -> bool {
+    const EVENT_STREAM: &[u8] = b"text/event-stream";
+    let start = content_type.get(..EVENT_STREAM.len());
+    start.is_some_and(|start| start.eq_ignore_ascii_case(EVENT_STREAM))
+}
+
 fn may_have_happened() -> Failure {
     Failure::InDoubt("the service did not say whether it happened".into())
 }
@@ -315,7 +330,7 @@ impl LayerSettings {
         let is_stream = parts
             .headers
             .get(CONTENT_TYPE)
-            .is_some_and(|it| it.as_bytes().starts_with(b"text/event-stream"));
+            .is_some_and(|it| is_event_stream(it.as_bytes()));
         if is_stream || !matches!(outcome, None | Some(ResponseOutcome::Store)) {
             let response = Response::from_parts(parts, BufferedBody::unread(body));
             return (response, outcome.unwrap_or(ResponseOutcome::Store), None);

@@ -128,7 +128,7 @@ async fn a_response_over_the_limit_is_sent_and_not_stored() {
 async fn an_event_stream_is_sent_at_once_and_not_stored() {
     let app = App::new(layer().await, |_| {
         let endless = Body::from_stream(stream::pending::<Result<Bytes, io::Error>>());
-        ready(([("content-type", "text/event-stream")], endless))
+        ready(([("content-type", "Text/Event-Stream")], endless))
     });
     let first = app.router.clone().oneshot(charge("key")).await;
     assert_eq!(first.expect("a response").status(), 200);

@@ -135,6 +135,24 @@ async fn a_repeat_while_the_first_runs_is_answered_with_409() {
 }
 
 #[tokio::test]
+async fn requests_over_the_limit_are_refused_before_they_are_read() {
+    let slow = Slow::default();
+    let app = slow.app(layer().await.max_in_progress(1));
+    let other = async {
+        slow.begun.notified().await;
+        let other = app.charge("other").await;
+        slow.end.notify_one();
+        other
+    };
+    let (first, other) = tokio::join!(app.charge("key"), other);
+    assert_eq!(first.summary(), (201, "1", false));
+    assert_eq!(other.problem(), (503, "too-many-requests".into()));
+    assert_eq!(other.header("retry-after"), Some("1"));
+    slow.end.notify_one();
+    assert_eq!(app.charge("other").await.summary(), (201, "2", false));
+}
+
+#[tokio::test]
 async fn a_repeat_waits_for_the_first_if_the_gate_does() {
     let when_held = WhenHeld::Wait(Duration::from_secs(60));
     let gate = builder().when_held(when_held).open().await;
