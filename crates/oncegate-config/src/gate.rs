@@ -188,7 +188,8 @@ fn single_id_source(text: &str) -> Option<IdSource> {
         .split_once(' ')
         .map_or((text, ""), |(kind, name)| (kind, name.trim()));
     Some(match (kind, name) {
-        ("header", name) if !name.is_empty() => IdSource::header(name),
+        // `hashed` applies to the whole list, and stands at its end.
+        ("header", name) if !name.is_empty() && !name.contains(' ') => IdSource::header(name),
         ("json", pointer) if pointer.starts_with('/') => IdSource::json_pointer(pointer),
         ("message-id", "") => IdSource::message_id(),
         ("key", "") => IdSource::key(),

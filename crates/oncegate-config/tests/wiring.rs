@@ -237,7 +237,8 @@ fn an_id_is_the_first_of_several_or_all_of_them() {
             "{setting}"
         );
     }
-    for wrong in ["key or", "key or tenant", "key and ", "or key"] {
+    let inner = "header a hashed or header b";
+    for wrong in ["key or", "key or tenant", "key and ", "or key", inner] {
         assert!(id_source(wrong).is_err(), "{wrong}");
     }
 }

@@ -322,6 +322,21 @@ fn a_router_with_two_handlers_for_one_value_is_refused_at_the_start() {
     };
     let twice = Router::by_key().route("a", print()).route("a", print());
     assert!(problem(twice).contains("two routes for `a`"));
+    let twice = Router::by_key().route("a", print()).route("a", print());
+    let outer = Router::by_header("type")
+        .route("x", twice)
+        .route("y", print());
+    let broker = MemoryBroker::new("q");
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(MemoryStore::new())
+        .id(IdSource::message_id())
+        .handler(outer);
+    let error = consumer
+        .build()
+        .expect_err("a wrong inner router")
+        .to_string();
+    assert!(error.contains("two routes for `a`"), "{error}");
     let others = Router::by_key().otherwise(print()).otherwise(print());
     assert!(problem(others).contains("two handlers for all other messages"));
     let unnamed = Router::by_header("")

@@ -16,6 +16,8 @@ use tokio::sync::Mutex;
 struct ReplyQueues {
     published: Arc<Mutex<Vec<OutboxMessage>>>,
     failures: Arc<AtomicU32>,
+    /// How often the queue is missing then.
+    missing: Arc<AtomicU32>,
 }
 
 impl Publisher for ReplyQueues {
@@ -38,7 +40,10 @@ impl Publisher for ReplyQueues {
             ));
         }
         assert!(message.destination != "panics", "the publisher panics");
-        if message.destination == "gone" {
+        let missing = self
+            .missing
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, count_down);
+        if message.destination == "gone" || missing.is_ok() {
             return Err(NotPublished::NoDestination("the queue is missing".into()));
         }
         if message.destination == "refused" {
@@ -234,6 +239,18 @@ async fn a_missing_reply_queue_stops_neither_the_consumer_nor_the_message() {
     fixture.until_settled(Guarantee::AtMostOnce).await;
     assert_eq!(fixture.runs(), 2_004);
     assert_eq!(fixture.queues.replies().await.len(), 2);
+}
+
+/// After an outage of the broker, a missing queue still has the whole timeout to appear.
+#[tokio::test]
+async fn an_outage_of_the_broker_does_not_use_up_the_timeout_of_a_reply() {
+    let fixture = Fixture::new();
+    // About a second of outage, with a timeout of 300 ms, then a queue that appears late.
+    fixture.queues.failures.store(4, Ordering::SeqCst);
+    fixture.queues.missing.store(1, Ordering::SeqCst);
+    fixture.request("payment-1", 2, "answers", "first");
+    fixture.until_settled(Guarantee::AtMostOnce).await;
+    assert_eq!(fixture.queues.replies().await.len(), 1);
 }
 
 /// A reply that cannot be stored does not repeat the effect, and another body gets no reply.

@@ -30,8 +30,9 @@ pub(crate) struct PostgresState {
 const STATE: &str = "
 SELECT current_setting('server_version_num')::int4, pg_is_in_recovery(), current_setting('fsync'),
     current_setting('full_page_writes'),
-    coalesce((SELECT relpersistence <> 'p' FROM pg_class WHERE oid = to_regclass('oncegate_markers')), false),
-    coalesce((SELECT bool_and(has_table_privilege(to_regclass(table_name), right_name))
+    coalesce((SELECT bool_or(relpersistence <> 'p') FROM pg_class
+        WHERE oid IN (to_regclass('oncegate_markers'), to_regclass('oncegate_results'))), false),
+    coalesce((SELECT bool_and(coalesce(has_table_privilege(to_regclass(table_name), right_name), false))
         FROM unnest(ARRAY['oncegate_markers', 'oncegate_results']) AS table_name,
             unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS right_name), false),
     current_setting('transaction_read_only') = 'on', to_regclass('oncegate_markers')::oid::int8,

@@ -115,10 +115,6 @@ impl Sweep {
             .map_err(|error| SweepError(error.into()))?;
         let columns = || Ok::<(i64, i64), sqlx::Error>((row.try_get(0)?, row.try_get(1)?));
         let (deleted, blocks) = columns().map_err(|error| SweepError(error.into()))?;
-        results::delete_expired(&mut taken.connection, 2 * OPERATIONS)
-            .await
-            .map_err(|error| SweepError(error.into()))?;
-        taken.put_back();
         let next = match first {
             None => fastrand::i64(0..blocks.max(1)),
             Some(_) if from + BLOCKS >= blocks => 0,
@@ -126,6 +122,10 @@ impl Sweep {
         };
         *self.next_block.lock() = Some(next);
         metrics::counter!(MARKERS_EXPIRED).increment(deleted.unsigned_abs());
+        results::delete_expired(&mut taken.connection, 2 * OPERATIONS)
+            .await
+            .map_err(|error| SweepError(error.into()))?;
+        taken.put_back();
         Ok(())
     }
 }

@@ -92,12 +92,15 @@ pub(crate) fn parse_delivery(
         .map(|id| Bytes::copy_from_slice(id.as_str().as_bytes()));
     message.headers = headers;
     let text = |text: &ShortString| text.as_str().to_owned();
-    message.reply_to = properties.reply_to().as_ref().map(|queue| {
-        Box::new(ReplyAddress {
-            destination: text(queue),
-            correlation_id: properties.correlation_id().as_ref().map(text),
-        })
-    });
+    let reply_queue = properties.reply_to().as_ref();
+    message.reply_to = reply_queue
+        .filter(|it| !it.as_str().is_empty())
+        .map(|queue| {
+            Box::new(ReplyAddress {
+                destination: text(queue),
+                correlation_id: properties.correlation_id().as_ref().map(text),
+            })
+        });
     message.sent_at = properties
         .timestamp()
         .and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds)));

@@ -176,7 +176,7 @@ impl<H: Handler, R: Routes> Handler for Router<Route<H, R>> {
                 });
             }
         }
-        Ok(())
+        self.routes.check()
     }
 }
 
@@ -213,6 +213,13 @@ pub trait Routes: Send + Sync + 'static {
         message: &Message,
     ) -> Result<Self::Payload, BoxError>;
 
+    /// Checks the routes of handlers that are routers.
+    ///
+    /// # Errors
+    /// As [`Handler::check_routes`].
+    #[doc(hidden)]
+    fn check(&self) -> Result<(), String>;
+
     /// Calls the handler of the payload's route.
     ///
     /// # Errors
@@ -247,6 +254,10 @@ impl Routes for NoRoutes {
         Err(NoRoute("the router has no routes".into()).into()) // not reached: `select` returns a position of a route
     }
 
+    fn check(&self) -> Result<(), String> {
+        Ok(())
+    }
+
     async fn handle(&self, payload: Infallible, _: &Context) -> Result<(), Failure> {
         match payload {}
     }
@@ -279,6 +290,11 @@ impl<H: Handler, R: Routes> Routes for Route<H, R> {
         }
         let payload = self.others.decode(position, decode, message)?;
         Ok(RoutedPayload::Other(payload))
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.handler.check_routes()?;
+        self.others.check()
     }
 
     async fn handle(&self, payload: Self::Payload, cx: &Context) -> Result<(), Failure> {

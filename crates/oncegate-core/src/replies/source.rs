@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::panic::AssertUnwindSafe;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -120,7 +120,9 @@ impl<S: Source, P: Publisher> Source for ConnectedReplySource<S, P> {
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
         for mut settled in settled.drain(..) {
-            match self.sender.task(&settled) {
+            // The function of `IdSource::by` may panic.
+            let task = catch_unwind(AssertUnwindSafe(|| self.sender.task(&settled)));
+            match task.unwrap_or_default() {
                 Some(task) => {
                     settled.delivery.message.detach();
                     self.sending_bytes += settled.delivery.message.size();
@@ -266,15 +268,19 @@ impl<P: Publisher> ReplySender<P> {
             .get(to)
             .is_some_and(|until| began < *until);
         let timeout = self.replies.timeout.min(MAX_DURATION);
-        let give_up_at = if tried_once { began } else { began + timeout };
+        let mut missing_since = None;
         let mut backoff = Backoff::default();
         loop {
             let published = self.replies.publisher.publish(message).await;
             let now = Instant::now();
             match published {
-                Err(NotPublished::NotConfirmed(_)) => {}
-                Err(NotPublished::NoDestination(_)) if now < give_up_at => {}
+                Err(NotPublished::NotConfirmed(_)) => missing_since = None,
                 Err(NotPublished::NoDestination(error)) => {
+                    let since = *missing_since.get_or_insert(now);
+                    if !tried_once && now < since + timeout {
+                        tokio::time::sleep(backoff.advance_with_jitter()).await;
+                        continue;
+                    }
                     if !tried_once {
                         let mut without_queue = self.without_queue.lock();
                         without_queue.retain(|_, until| now < *until);

@@ -4,12 +4,15 @@ use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use futures_util::future::join_all;
+use futures_util::stream::{self, StreamExt};
 
 use super::PendingReplies;
 use crate::marker::{Finding, Guarantee, Operation, OperationKind, Verdict};
 use crate::result_store::ResultStore;
 use crate::store::{Persistence, Store, StoreError};
+
+/// How many completions of a batch are sent at a time: each has a timeout of its own.
+const CONCURRENT_COMPLETIONS: usize = 32;
 
 /// A store whose completions store the reply of their claim:
 /// see [`Builder::replying_handler`](crate::Builder::replying_handler).
@@ -85,10 +88,14 @@ impl Store for ReplyStore {
                 .collect()
         };
         // First, so that a claim of a message that is completed here is a duplicate.
-        let completed = completions
+        let completed: Vec<_> = completions
             .into_iter()
-            .map(|(operation, reply)| self.complete(operation, reply));
-        let completed = join_all(completed).await;
+            .map(|(operation, reply)| self.complete(operation, reply))
+            .collect();
+        let completed: Vec<_> = stream::iter(completed)
+            .buffered(CONCURRENT_COMPLETIONS)
+            .collect()
+            .await;
         let others = if others.is_empty() {
             Vec::new()
         } else {

@@ -180,13 +180,31 @@ async fn a_server_that_may_lose_answers_is_volatile() {
     assert_volatile(&store, "fsync").await;
     drop(server);
 
+    for unlogged in [
+        "ALTER TABLE oncegate_markers SET UNLOGGED",
+        "ALTER TABLE oncegate_results SET UNLOGGED",
+    ] {
+        let url = new_schema().await;
+        let store = store_at(&url).await;
+        let mut admin = raw(&url).await;
+        admin.execute(unlogged).await.expect("altered");
+        assert_volatile(&store, "unlogged").await;
+        assert_volatile(&Postgres::url(&url), "unlogged").await;
+    }
+}
+
+/// Without the table of results, a stored completion would fail after its effect.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_missing_table_of_results_is_found_at_the_start() {
     let url = new_schema().await;
     let store = store_at(&url).await;
-    let mut admin = raw(&url).await;
-    let unlogged = "ALTER TABLE oncegate_markers SET UNLOGGED";
-    admin.execute(unlogged).await.expect("altered");
-    assert_volatile(&store, "unlogged").await;
-    assert_volatile(&Postgres::url(&url), "unlogged").await;
+    let drop = "DROP TABLE oncegate_results";
+    raw(&url).await.execute(drop).await.expect("dropped");
+    let refused = store.preflight(Guarantee::EffectivelyOnce).await;
+    let Err(StoreError::Misconfigured(text)) = refused else {
+        panic!("{refused:?}");
+    };
+    assert_contains(&text.to_string(), &["oncegate_results"]);
 }
 
 async fn assert_volatile(store: &Postgres, why: &str) {
