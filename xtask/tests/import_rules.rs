@@ -54,6 +54,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         &[
             "oncegate",
             "oncegate-admin",
+            "oncegate-http",
             "oncegate-postgres",
             "oncegate-testkit",
         ],

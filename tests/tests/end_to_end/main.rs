@@ -13,6 +13,7 @@ mod crashes;
 mod duplicates;
 mod failures;
 mod frozen;
+mod http;
 mod kafka;
 mod outages;
 mod process;
