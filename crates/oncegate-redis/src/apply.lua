@@ -282,7 +282,8 @@ if operation == 'result' then
   if type(result) == 'table' then return { 'error ' .. result.err, false } end
   return { 'kept', result }
 end
-local completion = operation:match('^(.*) with result$')
+-- The check at the start calls the script without arguments.
+local completion = operation and operation:match('^(.*) with result$')
 if completion then
   operation = completion
   return complete_with_result(KEYS[1], KEYS[2], ARGV[SHARED + 1], ARGV[SHARED + 2])

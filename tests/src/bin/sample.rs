@@ -19,7 +19,7 @@ macro_rules! samples {
     };
 }
 
-samples!(admin, coming_from, kafka, outbox, rabbitmq, trial);
+samples!(admin, coming_from, kafka, outbox, rabbitmq, replies, trial);
 
 /// The samples expect the dead-letter and in-doubt topics to exist.
 const ONE_BROKER: oncegate::TopicCreation = oncegate::TopicCreation::Create {

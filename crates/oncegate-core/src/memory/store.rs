@@ -253,7 +253,8 @@ impl MarkerTables {
         let done = self.done_at(key, now)?;
         let is_same = Marker::Done(done.fingerprint).is_done_for(fingerprint);
         let stored = self.results.get(&key).filter(|_| is_same)?;
-        Some(stored.encoded.clone())
+        // Not that of an earlier marker, which has expired.
+        (stored.expires == done.expires).then(|| stored.encoded.clone())
     }
 
     /// Nanoseconds since the start of the store.

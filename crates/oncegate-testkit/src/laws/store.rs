@@ -118,6 +118,7 @@ mod tests {
             include_str!("store/ids.rs"),
             include_str!("store/leases.rs"),
             include_str!("store/linearizable.rs"),
+            include_str!("store/results.rs"),
             include_str!("store/windows.rs"),
         ];
         let lines = files.iter().flat_map(|file| file.lines());

@@ -77,8 +77,10 @@ impl ResultStore for Mistaken {
             results().entry(key.clone()).or_insert(result.to_vec());
             tokio::task::yield_now().await;
         }
+        let (before, _) = self.markers.marker(key);
         let was_done = self.is_done(key);
-        let mut earlier = results().get(key).filter(|_| was_done).cloned();
+        let is_same = before.is_done_for(completion.terms.fingerprint);
+        let mut earlier = results().get(key).filter(|_| is_same).cloned();
         let verdict = self.markers.apply(std::slice::from_ref(completion)).await;
         let writes = match self.mistake {
             Mistake::StoresBeforeCompleting => false,
@@ -100,12 +102,20 @@ impl ResultStore for Mistaken {
         Ok(Completion { verdict, earlier })
     }
 
-    async fn read(&self, key: &Key, _: Option<Fingerprint>) -> Result<Option<Vec<u8>>, StoreError> {
+    async fn read(
+        &self,
+        key: &Key,
+        fingerprint: Option<Fingerprint>,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
         let results = self
             .results
             .lock()
             .expect("nothing panics while it is locked");
-        let is_readable = self.mistake != Mistake::None || self.is_done(key);
+        let (marker, _) = self.markers.marker(key);
+        let is_readable = match self.mistake {
+            Mistake::StoresBeforeCompleting | Mistake::KeepsTheResultOfAForgottenId => true,
+            _ => marker.is_done_for(fingerprint),
+        };
         Ok(results.get(key).filter(|_| is_readable).cloned())
     }
 }
