@@ -26,14 +26,14 @@ fn keys() -> usize {
     variable.map_or(1_500, |text| text.parse().expect("a number"))
 }
 
-struct Servers {
+struct TillServers {
     arguments: Vec<Vec<String>>,
     processes: Mutex<Vec<Option<ConsumerProcess>>>,
     urls: Vec<String>,
     directory: tempfile::TempDir,
 }
 
-impl Servers {
+impl TillServers {
     fn new(scope: &str, at_most_once: bool) -> Self {
         // Free ports: they are closed again before the servers open them.
         let listeners: Vec<_> = (0..SERVERS)
@@ -80,7 +80,7 @@ impl Servers {
 }
 
 /// Sends a request until it has an answer: its receipt, or `None` if it is in doubt.
-async fn send(client: &Client, servers: &Servers, key: usize, copy: usize) -> Option<String> {
+async fn send(client: &Client, servers: &TillServers, key: usize, copy: usize) -> Option<String> {
     for attempt in 0.. {
         let url = &servers.urls[(key + copy + attempt) % SERVERS];
         let request = client
@@ -103,7 +103,7 @@ async fn send(client: &Client, servers: &Servers, key: usize, copy: usize) -> Op
 /// Charges, receipts and answers of all keys, after servers were killed in turn.
 async fn run(at_most_once: bool) {
     let scope = format!("till-{:016x}", fastrand::u64(..));
-    let servers = Arc::new(Servers::new(&scope, at_most_once));
+    let servers = Arc::new(TillServers::new(&scope, at_most_once));
     for which in 0..SERVERS {
         servers.restart(which).await;
     }
