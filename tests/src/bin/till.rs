@@ -28,7 +28,7 @@ struct Arguments {
 }
 
 #[derive(Clone)]
-struct Till {
+struct ChargingService {
     redis: MultiplexedConnection,
     arguments: Arguments,
 }
@@ -52,7 +52,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .await?;
     let client = redis::Client::open(&*arguments.redis)?;
     let listen = arguments.listen;
-    let till = Till {
+    let till = ChargingService {
         redis: client.get_multiplexed_async_connection().await?,
         arguments,
     };
@@ -65,7 +65,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-async fn charge(State(mut till): State<Till>, headers: HeaderMap) -> (StatusCode, String) {
+async fn charge(
+    State(mut till): State<ChargingService>,
+    headers: HeaderMap,
+) -> (StatusCode, String) {
     let key = headers["idempotency-key"].to_str().unwrap_or_default();
     let name = |what: &str| format!("{}:{what}", till.arguments.scope);
     let own: u64 = redis::cmd("INCR")
