@@ -188,7 +188,7 @@ fn single_id_source(text: &str) -> Option<IdSource> {
         .split_once(' ')
         .map_or((text, ""), |(kind, name)| (kind, name.trim()));
     Some(match (kind, name) {
-        // `hashed` applies to the whole list, and stands at its end.
+        // `hashed` applies to the whole list, and is its last word.
         ("header", name) if !name.is_empty() && !name.contains(' ') => IdSource::header(name),
         ("json", pointer) if pointer.starts_with('/') => IdSource::json_pointer(pointer),
         ("message-id", "") => IdSource::message_id(),

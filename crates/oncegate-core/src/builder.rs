@@ -388,7 +388,7 @@ impl<S: Connect, T: Store + 'static, H, D> Builder<S, T, H, D> {
     /// ([`Store::results`]), and the guarantee must not be [`Guarantee::Bare`].
     ///
     /// A message is settled after its reply was sent, so up to 1,000 handled messages may be unsettled.
-    /// Bodies are compared, unless [`fingerprints`](Self::fingerprints) is set afterwards.
+    /// Bodies are compared, unless [`fingerprints`](Self::fingerprints) says otherwise.
     pub fn replying_handler<H2: ReplyingHandler, P: Publisher>(
         self,
         handler: H2,

@@ -208,7 +208,7 @@ pub struct GateRequest<'a> {
 impl GateRequest<'_> {
     /// The content of the request, of which the store keeps a hash: if an earlier run of this id had
     /// another body, the work does not run, and the result is [`GateError::OtherBody`]. While that
-    /// run is in progress, it counts as another run of this id.
+    /// run is in progress, [`WhenHeld`] applies, and bodies are not compared.
     pub fn body(mut self, body: impl AsRef<[u8]>) -> Self {
         self.fingerprint = Some(Fingerprint::of(body.as_ref()));
         self

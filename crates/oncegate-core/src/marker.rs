@@ -68,7 +68,7 @@ pub enum Marker {
 }
 
 impl Marker {
-    /// Whether the id is done, and the body of this fingerprint is not known to be another one.
+    /// Whether the id is done and the fingerprints do not differ; an unknown one matches.
     pub fn is_done_for(&self, fingerprint: Option<Fingerprint>) -> bool {
         match (self, fingerprint) {
             (Self::Done(Some(stored)), Some(own)) => *stored == own,

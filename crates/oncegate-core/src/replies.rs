@@ -115,8 +115,8 @@ impl<P: Publisher> Replies<P> {
     }
 
     /// How long the publishing of a reply is retried whose queue or topic is missing or full. After
-    /// that, the message is settled without a reply, a warning is logged, and for as long again
-    /// replies to that queue are tried once. Default: 10 s. While the broker is unavailable, the reply
+    /// that, the message is settled without a reply, a warning is logged, and for
+    /// another such period each reply to that queue is tried only once. Default: 10 s. While the broker is unavailable, the reply
     /// waits, and the message is not settled.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {

@@ -24,7 +24,7 @@ pub trait ResultStore: Send + Sync {
     /// [`OperationKind::Resolve`](crate::marker::OperationKind::Resolve) with
     /// [`Finding::Happened`](crate::marker::Finding::Happened), as
     /// [`Store::apply`](crate::Store::apply) does. If it writes the done marker, it stores the result,
-    /// in place of any other.
+    /// which replaces one that an expired marker left.
     ///
     /// # Errors
     /// As for one operation of [`Store::apply`](crate::Store::apply).

@@ -43,7 +43,7 @@ impl Publisher for ReplyQueues {
         let missing = self
             .missing
             .fetch_update(Ordering::SeqCst, Ordering::SeqCst, count_down);
-        if message.destination == "gone" || missing.is_ok() {
+        if message.destination == "missing" || missing.is_ok() {
             return Err(NotPublished::NoDestination("the queue is missing".into()));
         }
         if message.destination == "refused" {
@@ -222,13 +222,13 @@ async fn a_reply_address_may_be_in_headers() {
 async fn a_missing_reply_queue_stops_neither_the_consumer_nor_the_message() {
     let fixture = Fixture::new();
     fixture.queues.failures.store(1, Ordering::SeqCst);
-    fixture.request("payment-1", 2, "gone", "first");
+    fixture.request("payment-1", 2, "missing", "first");
     fixture.request("payment-2", 3, "refused", "second");
     fixture.request("payment-3", 4, "answers", "third");
     fixture.request("payment-4", 5, "panics", "fourth");
     // After the first timeout, replies to the queue are tried once.
     for id in 0..2_000 {
-        fixture.request(&format!("lost-{id}"), 6, "gone", "nobody");
+        fixture.request(&format!("unroutable-{id}"), 6, "missing", "unused");
     }
     fixture.until_settled(Guarantee::AtMostOnce).await;
     assert_eq!(fixture.runs(), 2_004);

@@ -26,16 +26,16 @@ const MAX_IN_PROGRESS: usize = 1_000;
 /// As many bytes as Stripe allows.
 const MAX_KEY_BYTES: usize = 255;
 
-/// A tower layer that processes each `Idempotency-Key` once: a repeated request gets the response of
-/// the first one.
+/// A tower layer for the `Idempotency-Key`: a repeated request gets the response of the first one, and
+/// the service is not called again, unless the first outcome is unknown.
 ///
 /// - It processes requests with the header `Idempotency-Key` and one of its
 ///   [`methods`](Self::methods). The service receives all other requests unchanged.
 /// - The service is called only after the gate has granted the key, at most once for each request,
 ///   in a task of its own: if the client disconnects, it runs on, and a repeat gets its response.
-///   What the service reads from task-local variables is not there.
-/// - The request body is read before, and the response body before it is sent, except a response of
-///   the type `text/event-stream`. Streams of gRPC need requests without the header.
+///   Task-local variables of the caller are not set in it.
+/// - The request body is read before the service is called, and the response body before the response
+///   is sent, unless its type is `text/event-stream`. Streams of gRPC need requests without the header.
 /// - The response is stored up to [`GateBuilder::max_result_bytes`](oncegate_core::GateBuilder), as
 ///   the [`ResponseOutcome`] says. A larger response, and one of the type `text/event-stream`, is
 ///   sent and not stored: repeats get a problem of the type `response-not-stored`.
@@ -133,8 +133,8 @@ impl IdempotencyLayer {
         self
     }
 
-    /// How many requests with a key may be read, wait for another one, or be processed at a time, with
-    /// those whose clients have disconnected. Further ones are answered with 503. Default: 1,000.
+    /// How many requests with a key may be read, wait for another one, or be processed at a time,
+    /// including those whose clients have disconnected. Further ones are answered with 503. Default: 1,000.
     #[must_use]
     pub fn max_in_progress(mut self, requests: usize) -> Self {
         let requests = requests.min(Semaphore::MAX_PERMITS);

@@ -1,5 +1,5 @@
 //! The `Idempotency-Key` header for HTTP services: a client that repeats a request gets the response
-//! of the first one, and the request has its effect once.
+//! of the first one, and the service is not called again.
 //!
 //! Start with [`IdempotencyLayer`], a tower layer for axum, tonic and every other service over
 //! `http::Request` and `http::Response`. [The book](https://github.com/oncegate/oncegate/blob/main/docs/src/http.md)

@@ -13,7 +13,9 @@ use http::header::{CONTENT_TYPE, HeaderMap};
 use http::{Request, Response};
 use http_body::Body;
 use oncegate_core::internal::Lock;
-use oncegate_core::{Failure, GateError, Guarantee, MessageId, Stored, UnstorableResult};
+use oncegate_core::{
+    Failure, GateError, Guarantee, MessageId, MissingResult, Stored, UnstorableResult,
+};
 use tower_service::Service;
 use tracing::Instrument;
 
@@ -255,7 +257,7 @@ impl KeyedRun {
         if let Err(error) = &outcome
             && is_in_doubt
         {
-            self.log(|id, suppressed_lines| tracing::error!(id, %error, suppressed_lines, "request in doubt, repeats with its key are refused; find out whether it happened, and resolve the id"));
+            self.log(|id, suppressed_lines| tracing::error!(id, %error, suppressed_lines, "request in doubt, repeats with its key are refused; find out whether it had its effect, and resolve the id"));
         }
         let problem = match (outcome, own_answer) {
             (_, Some(Err(error))) => return Err(error),
@@ -263,6 +265,10 @@ impl KeyedRun {
                 return Ok(stored
                     .replay()
                     .unwrap_or_else(|| self.problem(ProblemType::ResponseNotStored)));
+            }
+            (Ok(Stored::Missing(MissingResult::Undecodable(error))), _) => {
+                self.log(|id, suppressed_lines| tracing::error!(id, %error, suppressed_lines, "stored response unreadable, repeats get 409; check the result codec, and whether another release wrote it"));
+                ProblemType::ResponseNotStored
             }
             (Ok(Stored::Replayed(None) | Stored::Missing(_)), _) => ProblemType::ResponseNotStored,
             // Also if this run lost its claim: a repeat gets the response that is recorded.
@@ -311,7 +317,7 @@ fn is_event_stream(content_type: &[u8]) -> bool {
 }
 
 fn may_have_happened() -> Failure {
-    Failure::InDoubt("the service did not say whether it happened".into())
+    Failure::InDoubt("the response does not say whether the request had its effect".into())
 }
 
 impl LayerSettings {

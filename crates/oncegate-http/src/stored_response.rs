@@ -13,7 +13,7 @@ use crate::body::BufferedBody;
 use crate::layer::REPLAYED;
 
 /// The headers that are not stored, besides those that `connection` names: they belong to one
-/// connection or to one moment, and the server that sends the replay sets them anew.
+/// connection or to one moment, and the server that sends the replay sets its own.
 const NOT_STORED: &[&str] = &[
     "connection",
     "content-length",

@@ -240,8 +240,8 @@ local function apply(key, own_claim, result_key)
   return 'lost'
 end
 
--- The largest difference between the expiries of a marker and of its result, in milliseconds: Redis 7.0 reads its clock anew for each
--- command of a script.
+-- The largest difference between the expiries of a marker and of its result, in milliseconds: Redis 7.0 reads the clock again
+-- for each command of a script.
 local EXPIRY_TOLERANCE = 1000
 
 -- The result of a done marker: not that of another body, and not one that outlived its own marker, whose expiry was another.

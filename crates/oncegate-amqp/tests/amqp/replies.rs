@@ -51,8 +51,8 @@ async fn each_copy_of_a_request_gets_the_reply_of_the_first_run() {
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
     let deadline = Instant::now() + Duration::from_secs(60);
-    let gone = || request(999, "a.queue.that.does.not.exist", "nobody");
-    while !fixture.try_publish("1", gone()).await {
+    let to_missing_queue = || request(999, "a.missing.queue", "unused");
+    while !fixture.try_publish("1", to_missing_queue()).await {
         assert!(Instant::now() < deadline, "the consumer declared no queue");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
@@ -142,7 +142,7 @@ async fn each_copy_of_a_request_gets_the_reply_of_the_first_run() {
             "{id}: {bodies:?}"
         );
     }
-    // With the request of a sender whose queue is gone.
+    // Includes the request whose reply queue does not exist.
     assert_eq!(runs.load(Ordering::SeqCst), REQUESTS + 1);
     drop(stop);
     running.await.expect("it does not panic").expect("no error");

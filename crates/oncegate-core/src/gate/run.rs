@@ -360,7 +360,7 @@ impl<'a, T> GuardedRun<'a, T> {
     ) -> Result<Option<Vec<u8>>, GateError> {
         let gate = &self.gate.0;
         let key = gate.settings.scope.key(&self.id);
-        let mut failure = StoreError::NotApplied("the store did not answer the claim".into());
+        let mut failure = StoreError::NotApplied("the store did not return the result".into());
         for _ in 0..MAX_UNANSWERED {
             if !gate.may_send().await {
                 continue;

@@ -18,8 +18,8 @@ use crate::store::{BoxError, StoreError};
 /// The result of [`Gate::run_stored`](super::Gate::run_stored).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stored<T> {
-    /// The work ran now and returned this, which is stored. Only if something else completed the id
-    /// meanwhile, such as an operator or a run of another body, is it not.
+    /// The work ran now and returned this. It is stored, unless an operator or a run with another body
+    /// completed the id meanwhile.
     Executed(T),
     /// The work ran before, within the dedup window, and returned this.
     Replayed(T),

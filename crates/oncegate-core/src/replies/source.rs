@@ -59,6 +59,7 @@ impl<S: Connect, P: Publisher> Connect for ReplySource<S, P> {
             pending: self.pending,
             id: options.id.clone(),
             log: Lock::new(LogThrottle::every(LOG_INTERVAL)),
+            waiting_log: Lock::new(LogThrottle::every(LOG_INTERVAL)),
             without_queue: Lock::default(),
         };
         Ok(ConnectedReplySource {
@@ -152,7 +153,16 @@ impl<S: Source, P: Publisher> Source for ConnectedReplySource<S, P> {
             }
         };
         // Messages whose replies were not sent are redelivered.
-        let _ = tokio::time::timeout_at(half.into(), all_sent).await;
+        if tokio::time::timeout_at(half.into(), all_sent)
+            .await
+            .is_err()
+        {
+            let unsent = self.sending.len();
+            tracing::warn!(
+                unsent,
+                "stopping before all replies were sent; their messages are redelivered"
+            );
+        }
         let settled = self.settle_sent().await;
         let closed = self.source.close(deadline).await;
         settled.and(closed)
@@ -178,6 +188,7 @@ struct ReplySender<P> {
     pending: Arc<PendingReplies>,
     id: Option<IdSource>,
     log: Lock<LogThrottle>,
+    waiting_log: Lock<LogThrottle>,
     /// The queues and topics to which a reply could not be published, and until when replies to them
     /// are tried only once.
     without_queue: Lock<HashMap<String, Instant>>,
@@ -218,79 +229,75 @@ impl<P: Publisher> ReplySender<P> {
             return;
         };
         if let Some(suppressed_lines) = self.log.lock().due(Instant::now()) {
-            tracing::warn!(%id, destination, %error, suppressed_lines, "reply not sent: the message is done and is settled; its sender may send it again to get the reply");
+            tracing::warn!(%id, destination, %error, suppressed_lines, "reply not sent: the message is done and is settled; do what the error says; the sender may send the message again to get the reply");
         }
     }
 
-    async fn try_send(&self, task: ReplyTask) -> Result<(), BoxError> {
-        let ReplyTask {
-            key,
-            fingerprint,
-            mut message,
-            ..
-        } = task;
-        let reply = self.stored(&key, fingerprint).await?;
-        message.body = reply
+    async fn try_send(&self, mut task: ReplyTask) -> Result<(), BoxError> {
+        let reply = self.stored(&task).await?;
+        task.message.body = reply
             .ok_or("the store has no reply: the message was completed without one")?
             .into();
-        Ok(self.publish(&message).await?)
+        Ok(self.publish(&task).await?)
     }
 
     /// The stored reply. Waits while the store is unavailable.
-    async fn stored(
-        &self,
-        key: &Key,
-        fingerprint: Option<Fingerprint>,
-    ) -> Result<Option<Vec<u8>>, StoreError> {
+    async fn stored(&self, task: &ReplyTask) -> Result<Option<Vec<u8>>, StoreError> {
         let mut backoff = Backoff::default();
         loop {
             let Some(results) = self.store.results() else {
                 return Ok(None); // does not occur: checked at start
             };
-            match results.read(key, fingerprint).await {
+            match results.read(&task.key, task.fingerprint).await {
                 Err(StoreError::UnreadableMarker(error)) => {
                     return Err(StoreError::UnreadableMarker(error));
                 }
                 Ok(stored) => return Ok(stored),
-                // The consumer logs that the store is unavailable or misconfigured.
-                Err(_) => tokio::time::sleep(backoff.advance_with_jitter()).await,
+                Err(error) => self.log_waiting(task, &self.store.described(), &error),
             }
+            tokio::time::sleep(backoff.advance_with_jitter()).await;
         }
     }
 
     /// Publishes a reply. Waits while the broker is unavailable.
-    async fn publish(&self, message: &OutboxMessage) -> Result<(), NotPublished> {
-        let to = &message.destination;
-        let began = Instant::now();
-        let tried_once = self
+    async fn publish(&self, task: &ReplyTask) -> Result<(), NotPublished> {
+        let to = &task.message.destination;
+        let now = Instant::now();
+        let single_try = self
             .without_queue
             .lock()
             .get(to)
-            .is_some_and(|until| began < *until);
+            .is_some_and(|until| now < *until);
         let timeout = self.replies.timeout.min(MAX_DURATION);
         let mut missing_since = None;
         let mut backoff = Backoff::default();
         loop {
-            let published = self.replies.publisher.publish(message).await;
-            let now = Instant::now();
-            match published {
-                Err(NotPublished::NotConfirmed(_)) => missing_since = None,
+            match self.replies.publisher.publish(&task.message).await {
+                Err(NotPublished::NotConfirmed(error)) => {
+                    missing_since = None;
+                    self.log_waiting(task, &self.replies.publisher.described(), &error);
+                }
                 Err(NotPublished::NoDestination(error)) => {
-                    let since = *missing_since.get_or_insert(now);
-                    if !tried_once && now < since + timeout {
-                        tokio::time::sleep(backoff.advance_with_jitter()).await;
-                        continue;
-                    }
-                    if !tried_once {
+                    let now = Instant::now();
+                    let is_over = now >= *missing_since.get_or_insert(now) + timeout;
+                    if is_over && !single_try {
                         let mut without_queue = self.without_queue.lock();
                         without_queue.retain(|_, until| now < *until);
                         without_queue.insert(to.clone(), now + timeout);
                     }
-                    return Err(NotPublished::NoDestination(error));
+                    if is_over || single_try {
+                        return Err(NotPublished::NoDestination(error));
+                    }
                 }
                 ended => return ended,
             }
             tokio::time::sleep(backoff.advance_with_jitter()).await;
+        }
+    }
+
+    fn log_waiting(&self, task: &ReplyTask, waits_for: &str, error: &dyn fmt::Display) {
+        if let Some(suppressed_lines) = self.waiting_log.lock().due(Instant::now()) {
+            tracing::warn!(id = %task.id, destination = task.message.destination, waits_for, %error, suppressed_lines, "reply waits, and its message is not settled; with 1,000 such messages or 64 MiB nothing is received; check what waits_for and error name");
         }
     }
 }

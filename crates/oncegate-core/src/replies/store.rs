@@ -57,9 +57,12 @@ impl ReplyStore {
             operation.kind,
             OperationKind::Complete | OperationKind::Resolve(Finding::Happened)
         );
-        let claim = || (operation.key.clone(), operation.token);
+        if !completes {
+            return None;
+        }
+        let claim = (operation.key.clone(), operation.token);
         let pending = self.pending.of_claims.lock();
-        completes.then(|| Some(pending.get(&claim())?.reply.clone()))?
+        Some(pending.get(&claim)?.reply.clone())
     }
 }
 
@@ -70,29 +73,16 @@ impl Store for ReplyStore {
         if replies.iter().all(Option::is_none) {
             return self.store.apply(operations).await;
         }
+        let is_completion: Vec<bool> = replies.iter().map(Option::is_some).collect();
+        // First, so that a claim of a message that is completed here is a duplicate.
         let (mut completions, mut others) = (Vec::new(), Vec::new());
         for (operation, reply) in operations.iter().zip(replies) {
             match reply {
-                Some(reply) => completions.push((operation, reply)),
+                Some(reply) => completions.push(self.complete(operation, reply)),
                 None => others.push(operation.clone()),
             }
         }
-        let is_completion: Vec<bool> = {
-            let mut next = completions
-                .iter()
-                .map(|(operation, _)| *operation)
-                .peekable();
-            operations
-                .iter()
-                .map(|it| next.next_if(|of| std::ptr::eq(*of, it)).is_some())
-                .collect()
-        };
-        // First, so that a claim of a message that is completed here is a duplicate.
-        let completed: Vec<_> = completions
-            .into_iter()
-            .map(|(operation, reply)| self.complete(operation, reply))
-            .collect();
-        let completed: Vec<_> = stream::iter(completed)
+        let completed: Vec<_> = stream::iter(completions)
             .buffered(CONCURRENT_COMPLETIONS)
             .collect()
             .await;

@@ -93,6 +93,8 @@ impl Publisher for KafkaPublisher {
             KafkaError::MessageProduction(code) if is_refusal(code) => {
                 NotPublished::Refused(error.into())
             }
+            // The name of the topic has a zero byte.
+            KafkaError::Nul(_) => NotPublished::Refused(error.into()),
             KafkaError::MessageProduction(code) if is_missing(code) => {
                 NotPublished::NoDestination(error.into())
             }
@@ -111,6 +113,8 @@ fn is_refusal(code: RDKafkaErrorCode) -> bool {
             | E::InvalidMessageSize
             | E::InvalidRecord
             | E::InvalidTopic
+            // The name of the topic is too long.
+            | E::InvalidArgument
     )
 }
 

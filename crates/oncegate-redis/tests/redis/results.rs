@@ -58,8 +58,8 @@ async fn a_result_has_a_key_beside_the_marker_and_its_expiry() {
     }
 }
 
-/// A server that is full stores neither the result nor the done marker; so does one whose user may not
-/// write it.
+/// A server that is full stores neither the result nor the done marker, nor does one whose user may not
+/// write the result.
 #[tokio::test]
 async fn a_refused_result_completes_nothing() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
