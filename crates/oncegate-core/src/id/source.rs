@@ -75,7 +75,14 @@ impl IdReader {
                     Some(part) => Err(format!(
                         "each message has a {part:?}, so the sources after it are never used"
                     )),
-                    None => parts.iter().try_for_each(Self::check),
+                    None => match parts.last() {
+                        // It is not compared with the sources before it, but it may have parts that
+                        // a producer wrote.
+                        Some(last) if last.is_computed() && last.is_combined() => Err(format!(
+                            "{last:?} cannot be the last source: use a body hash or a position"
+                        )),
+                        _ => parts.iter().try_for_each(Self::check),
+                    },
                 }
             }
             Self::AllOf(parts) => parts.iter().try_for_each(Self::check),
@@ -251,6 +258,15 @@ impl IdReader {
                 parts.iter().any(|part| part.any(condition))
             }
             other => condition(other),
+        }
+    }
+
+    /// Whether it consists of several sources.
+    fn is_combined(&self) -> bool {
+        match self {
+            Self::Hashed(read) => read.is_combined(),
+            Self::FirstOf(_) | Self::AllOf(_) => true,
+            _ => false,
         }
     }
 
@@ -568,6 +584,9 @@ mod tests {
         let other = message.clone().with_header("c", "8");
         let nested = IdSource::first_of([IdSource::header("c"), inner]);
         assert!(nested.read(&other).is_err());
+        let inner = IdSource::first_of([IdSource::header("b"), IdSource::body_hash()]);
+        let hashed = IdSource::first_of([IdSource::header("c"), inner.hashed()]);
+        assert!(hashed.check().is_err());
         let with_fallback =
             |name| IdSource::first_of([IdSource::header(name), IdSource::body_hash()]);
         let id = with_fallback("a").read(&message).expect("an id");

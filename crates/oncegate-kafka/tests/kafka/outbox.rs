@@ -71,6 +71,8 @@ async fn a_message_that_can_never_be_written_is_refused_and_others_are_confirmed
         OutboxMessage::new("t/1", &topic.name, vec![7; 10_000]),
         message(&compacted, 2), // without a key
         message("not a topic", 3),
+        message("a\0b", 4),
+        message(&"x".repeat(600), 5),
         with_exchange,
     ];
     let others: Vec<_> = (0..200)
