@@ -16,6 +16,8 @@ use tokio::sync::Mutex;
 struct ReplyQueues {
     published: Arc<Mutex<Vec<OutboxMessage>>>,
     failures: Arc<AtomicU32>,
+    /// How often the queue is missing before that.
+    missing_first: Arc<AtomicU32>,
     /// How often the queue is missing then.
     missing: Arc<AtomicU32>,
 }
@@ -31,6 +33,13 @@ impl Publisher for ReplyQueues {
 
     async fn publish(&self, message: &OutboxMessage) -> Result<(), NotPublished> {
         let count_down = |left: u32| left.checked_sub(1);
+        // An outage after the first attempts at a missing queue.
+        let missing_first =
+            self.missing_first
+                .fetch_update(Ordering::SeqCst, Ordering::SeqCst, count_down);
+        if missing_first.is_ok() {
+            return Err(NotPublished::NoDestination("the queue is missing".into()));
+        }
         let failed = self
             .failures
             .fetch_update(Ordering::SeqCst, Ordering::SeqCst, count_down);
@@ -247,6 +256,7 @@ async fn an_outage_of_the_broker_does_not_use_up_the_timeout_of_a_reply() {
     let fixture = Fixture::new();
     // About a second of outage, with a timeout of 300 ms, then a queue that appears late.
     fixture.queues.failures.store(4, Ordering::SeqCst);
+    fixture.queues.missing_first.store(1, Ordering::SeqCst);
     fixture.queues.missing.store(1, Ordering::SeqCst);
     fixture.request("payment-1", 2, "answers", "first");
     fixture.until_settled(Guarantee::AtMostOnce).await;

@@ -40,6 +40,18 @@ async fn a_result_has_a_key_beside_the_marker_and_its_expiry() {
     }
     assert_eq!(names, ["42"]);
 
+    // A result with another expiry is that of another run.
+    let _: () = redis::cmd("PEXPIRE")
+        .arg(&result_key)
+        .arg(5_000)
+        .query_async(&mut client)
+        .await
+        .expect("a reply");
+    assert_eq!(
+        results.read(&key("42"), None).await.expect("an answer"),
+        None
+    );
+
     // Another program wrote the key: an error that concerns this id alone.
     let _: () = redis::pipe()
         .del(&result_key)
