@@ -72,7 +72,10 @@ async fn a_client_that_disconnects_does_not_lose_the_response() {
     drop(client);
     events.disconnected.notified().await;
     // The request is still in progress.
-    let (status, ..) = send(&reqwest::Client::new(), address, "other").await;
+    let client = reqwest::Client::new();
+    let other = send(&client, address, "other");
+    let other = tokio::time::timeout(Duration::from_secs(10), other).await;
+    let (status, ..) = other.expect("a request over the limit is refused at once");
     assert_eq!(status, 503);
     events.finish.notify_one();
 
